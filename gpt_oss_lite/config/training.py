@@ -1,0 +1,105 @@
+"""The training and data blocks of a recipe."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from gpt_oss_lite.config.base import ConfigBlock
+from gpt_oss_lite.config.model import ModelConfig
+
+
+class TrainingConfig(ConfigBlock):
+    """Optimizer, schedule, batch, precision knobs, logging and saving."""
+
+    # Optimizer
+    lr: float = Field(4e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
+    eps: float = Field(1e-6, gt=0)
+    """AdamW's epsilon; 1e-8 is lost beside second moments of bf16 gradients."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of the matrices; embedding, norms, biases and sinks have none."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 or less: no clipping."""
+
+    # Schedule
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warm-up: cosine to the floor, constant, or stable then a linear decay (warm-up-stable-decay)."""
+    warmup_steps: int = Field(3000, ge=0)
+    """Steps of linear warm-up from 0."""
+    total_steps: int = Field(61000, ge=1)
+    """Steps of the schedule, and of the run unless --max-steps says otherwise."""
+    decay_steps: int | None = Field(None, ge=1)
+    """Length of the final decay in steps, for wsd. Null: a tenth of total_steps."""
+    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    """Floor of the schedule as a share of lr."""
+
+    # Batch
+    micro_batch_size: int = Field(8, ge=1)
+    """Windows of one forward and backward pass."""
+    gradient_accumulation_steps: int = Field(4, ge=1)
+    """Micro-batches of a step."""
+
+    # Loss
+    aux_loss_alpha: float = Field(0.01, ge=0)
+    """Weight of the Switch load-balancing loss."""
+    router_z_loss: float = Field(0.0, ge=0)
+    """Weight of the router z-loss (ST-MoE, eq. 5); 0: off."""
+    loss_chunk_size: int = Field(8192, ge=1)
+    """Tokens whose logits are alive at one time."""
+
+    # Speed and memory
+    compile: bool = False
+    """Compile the model with torch.compile (CUDA only)."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode."""
+    grad_checkpoint: bool = False
+    """Recompute some blocks in the backward pass instead of keeping their activations."""
+    grad_checkpoint_every: int = Field(3, ge=1)
+    """With grad_checkpoint, recompute the blocks i with i % n == 0."""
+    deterministic: bool = False
+    """Deterministic algorithms only, and no search for fast ones."""
+    num_workers: int = Field(4, ge=0)
+    """Processes that load windows; 0: the training process itself."""
+    pin_memory: bool = True
+    """Page-locked batches, for asynchronous copies to a GPU."""
+
+    # Safety
+    nan_guard: bool = True
+    """Watch for non-finite losses. Without it the run needs --i-accept-no-nan-guard."""
+    nan_guard_max_consecutive: int = Field(5, ge=1)
+    """Non-finite micro-batch losses in a row that send the run back to its newest checkpoint."""
+    nan_guard_max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks after which the run gives up with exit code 4."""
+
+    # Logging and saving
+    log_interval: int = Field(50, ge=1)
+    """Steps between log lines."""
+    save_interval: int = Field(2000, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last_n: int = Field(3, ge=1)
+    """Newest checkpoints kept; multiples of 10 x save_interval stay besides."""
+    eval_interval: int = Field(0, ge=0)
+    """Steps between evaluations on the validation shards; there is one at the start and the end too; 0: none."""
+    eval_windows: int = Field(64, ge=1)
+    """Validation windows of an evaluation during training; fewer when there are fewer."""
+
+
+class DataConfig(ConfigBlock):
+    """What the run reads."""
+
+    train_data_path: str
+    """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder."""
+    validation_data_path: str | None = None
+    """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
+    data_mix: str | None = None
+    """Name of the mixture that the corpus must have been made with. Null: not checked."""
+
+
+class Recipe(ConfigBlock):
+    """A whole recipe: one YAML file."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    data: DataConfig

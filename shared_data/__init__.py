@@ -1,0 +1,1 @@
+"""Raw text to shards of token ids. Knows nothing of models."""

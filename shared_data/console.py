@@ -1,0 +1,131 @@
+"""What a person sees: a bar with rate and time left in a terminal, plain lines in a pipe; and errors as one line.
+
+All of it goes to standard error, so that a command's result on standard output can be piped (`--json`).
+"""
+
+import errno
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shared_data.errors import UserError
+
+PLAIN_LINE_INTERVAL_S = 10.0
+
+# typer brings click, in its newer releases under a private name; by way of its own class it is found in both.
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+# What a person can put right: a path that is not there, may not be written, or is no file.
+_BAD_INPUT_ERRNOS = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
+def say(message: str) -> None:
+    """Print one line to standard error."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def count_with_unit(count: float) -> str:
+    """A count in three figures: 950, 12.3k, 4.56M, 7.89G."""
+    for unit in ("", "k", "M"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.3g}G"
+
+
+class ProgressReporter:
+    """Progress of one piece of work with a known or unknown total. Make it with `progress`."""
+
+    def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None) -> None:
+        self._label, self._total, self._unit, self._bar = label, total, unit, bar
+        self._done = 0.0
+        self._started = self._last_line = time.monotonic()
+        self._task = bar.add_task(label, total=total, rate="") if bar else None
+
+    def _rate(self) -> float:
+        return self._done / max(time.monotonic() - self._started, 1e-9)
+
+    def advance(self, amount: float) -> None:
+        """Count `amount` more units as done."""
+        self._done += amount
+        rate = f"{count_with_unit(self._rate())} {self._unit}/s"
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=self._done, rate=rate)
+        elif time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
+            self._last_line = time.monotonic()
+            share, left = "", ""
+            if self._total:
+                share = f" of {count_with_unit(self._total)} ({self._done / self._total:.0%})"
+                left = f", {max(self._total - self._done, 0) / self._rate():.0f} s left"
+            say(f"{self._label}: {count_with_unit(self._done)}{share} {self._unit}, {rate}{left}")
+
+
+@contextmanager
+def progress(label: str, total: float | None, unit: str) -> Iterator[ProgressReporter]:
+    """Report progress of work that may last over two seconds.
+
+    Args:
+        label: what is being done, e.g. "clean fineweb".
+        total: units in all, None when unknown.
+        unit: name of the unit, e.g. "documents", "B", "tokens".
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressReporter(label, total, unit, None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+               TextColumn("{task.fields[rate]}"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=False) as bar:
+        yield ProgressReporter(label, total, unit, bar)
+
+
+def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str | None = None) -> int:
+    """Run a typer application and return its exit code: an error for the user is one line on standard error.
+
+    `--debug` anywhere on the command line shows the traceback instead.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    command = typer.main.get_command(app)
+    try:
+        result: Any = command.main(args=words, prog_name=prog_name, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except _ClickException as usage:
+        say(f"error: {' '.join(usage.format_message().split())}")
+        return EXIT_BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        say("stopped by the keyboard")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`... | head`): nothing to report, and nothing more to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (UserError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        say(f"error: {describe(error)}")
+        bad_input = isinstance(error, UserError) or error.errno in _BAD_INPUT_ERRNOS
+        return EXIT_BAD_INPUT if bad_input else EXIT_FAILED
+
+
+def describe(error: Exception) -> str:
+    """One line for an error: the path and the system's words for an OSError, the message for any other."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())

@@ -1,0 +1,54 @@
+"""Files that are whole or not there: write to a temporary name, fsync, rename, fsync the folder.
+
+Pillai et al. (OSDI 2014, "All File Systems Are Not Created Equal") list why each of the four steps is needed.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` when the block ends without an error, and leaves no trace when it does not.
+
+    The temporary file lies beside `path` under the same name plus `.tmp`: one left by a killed process is overwritten.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace the content of `path`, or leave it as it was."""
+    with atomic_writer(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
