@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -47,8 +47,7 @@ truth values. Aliases (`*name`) are refused.
 def blocks() -> Iterator[tuple[str, type[ConfigBlock]]]:
     """The blocks of a recipe with their names."""
     for name, field in Recipe.model_fields.items():
-        assert field.annotation is not None
-        yield name, field.annotation
+        yield name, cast(type[ConfigBlock], field.annotation)
 
 
 def sections(block: type[ConfigBlock]) -> dict[str, list[str]]:

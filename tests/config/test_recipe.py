@@ -108,7 +108,8 @@ def test_any_value_survives_yaml(value):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("4e-4", 4e-4), ("1E3", 1000.0), ("-1.5e+2", -150.0), ("61_000", 61000), ("null", None), ("", None),
-     ("true", True), ("yes", "yes"), ("1:30", "1:30"), ("2026-11-30", "2026-11-30"), ("0x10", 16), (".5", 0.5), ("e4", "e4")],
+     ("true", True), ("yes", "yes"), ("1:30", "1:30"), ("2026-11-30", "2026-11-30"),
+     ("0x10", 16), (".5", 0.5), ("e4", "e4")],
 )  # fmt: skip
 def test_scalars_mean_what_people_mean(text, value):
     assert parse_yaml(text, "text") == value
