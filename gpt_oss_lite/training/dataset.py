@@ -8,7 +8,6 @@ more shards than the process may open files.
 import errno
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +18,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.documents import document_ids
 from shared_data.console import progress
 from shared_data.errors import UserError
-from shared_data.manifest import Manifest
+from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, Manifest
 
 PREPARE_COMMAND = "python data/prepare_data.py --stage pretrain"
-MANIFEST_NAME = "manifest.json"
-TOKEN_BYTES = 4
 # What torch.save writes is a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
 TENSOR_FILE_MAGIC = b"PK\x03\x04"
 
@@ -112,11 +110,11 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         self.vocab_rows = vocab_rows
         self.manifest: Manifest | None = None
         if self.path.is_dir():
-            self.manifest = Manifest.load(self.path / MANIFEST_NAME)
+            self.manifest = Manifest.load(self.path)
             self.shards: list[_Tokens] = [
-                _MappedShard(self.path / shard.path, shard.n_tokens) for shard in self.manifest.shards
+                _MappedShard(path, shard.n_tokens)
+                for path, shard in zip(self.manifest.shard_paths(self.path), self.manifest.shards, strict=True)
             ]
-            _check_sizes(self.shards)
         else:
             self.shards = [_open_file(self.path)]
         self.shard_starts = np.concatenate([[0], np.cumsum([shard.n_tokens for shard in self.shards], dtype=np.int64)])
@@ -198,14 +196,17 @@ def _open_file(path: Path) -> _Tokens:
     return _MappedShard(path, size // TOKEN_BYTES)
 
 
-def _check_sizes(shards: Sequence[_Tokens]) -> None:
-    for shard in shards:
-        size = shard.path.stat().st_size
-        if size != shard.n_tokens * TOKEN_BYTES:
-            raise UserError(
-                f"{shard.path}: {size} bytes, but the manifest's n_tokens is {shard.n_tokens} ({shard.n_tokens * TOKEN_BYTES} "
-                "bytes); `gpt-oss-lite verify DIR --repair` rebuilds what can be rebuilt"
-            )
+def document_ids_of(ids_BT: Tensor, dataset: PretrainDataset, model: ModelConfig) -> Tensor | None:
+    """Number of the document at each position of some windows, (B, T) int64; None unless model.document_mask.
+
+    Raises:
+        UserError: the corpus does not say what its EOS is (one file without a manifest).
+    """
+    if not model.document_mask:
+        return None
+    if dataset.manifest is None:
+        raise UserError(f"model.document_mask is true, but {dataset.path} has no manifest that names its EOS id")
+    return document_ids(ids_BT, dataset.manifest.eos_token_id)
 
 
 def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | None = None) -> None:
@@ -235,7 +236,8 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
 def _check_mixture(manifest: Manifest, where: Path, data_mix: str | None) -> None:
     if data_mix is None:
         return
-    mixture = getattr(manifest, "mixture", None)
-    if mixture != data_mix and data_mix not in manifest.sources:
-        have = f"mixture {mixture!r}" if mixture else "no mixture name"
-        raise UserError(f"data.data_mix is {data_mix!r}, but {where} has {have} (sources: {', '.join(manifest.sources)})")
+    if manifest.mixture != data_mix:
+        raise UserError(
+            f"data.data_mix is {data_mix!r}, but {where} says that the corpus was made with {manifest.mixture!r} "
+            f"(sources: {', '.join(manifest.sources)})"
+        )

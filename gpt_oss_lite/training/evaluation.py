@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +18,11 @@ import torch
 from torch import Tensor
 
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.dataset import PretrainDataset
-from gpt_oss_lite.training.documents import document_ids
+from gpt_oss_lite.training.dataset import PretrainDataset, document_ids_of
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import head_token_losses
 from shared_data.console import progress
-from shared_data.manifest import Sidecar, read_sidecar
-
-SIDECAR_SUFFIX = ".idx"
+from shared_data.manifest import Sidecar, read_sidecar, sidecar_path
 
 
 @dataclass
@@ -78,7 +74,7 @@ class TokenSources:
     def __init__(self, dataset: PretrainDataset) -> None:
         self._dataset = dataset
         self._sidecars: dict[int, Sidecar] = {}
-        self._paths = [Path(shard.path).with_suffix(SIDECAR_SUFFIX) for shard in dataset.shards]
+        self._paths = [sidecar_path(shard.path) for shard in dataset.shards]
 
     @property
     def complete(self) -> bool:
@@ -95,9 +91,8 @@ class TokenSources:
             sidecar = self._sidecar(shard)
             offset = int(shard_starts[shard])
             document = np.searchsorted(sidecar.starts, np.arange(start, end) - offset, side="right") - 1
-            lengths = np.diff(sidecar.starts, append=self._dataset.shards[shard].n_tokens)
             names.append(np.asarray(sidecar.sources)[sidecar.source_index[document]])
-            n_bytes.append(sidecar.n_bytes[document] / lengths[document])
+            n_bytes.append(sidecar.n_bytes[document] / sidecar.lengths[document])
             start, shard = end, shard + 1
         return np.concatenate(names), np.concatenate(n_bytes)
 
@@ -133,11 +128,10 @@ def evaluate(
     sources = TokenSources(dataset)
     has_sidecars = sources.complete
     result = Evaluation(Score(n_bytes=0.0 if has_sidecars else None))
-    eos = dataset.manifest.eos_token_id if dataset.manifest is not None else None
     with progress(label, count, "windows") as report, evaluating(model):
         for start in range(0, count, micro_batch_size):
             batch = windows[start : start + micro_batch_size]
-            losses_BT = _losses(model, dataset, batch, chunk_size, forward or model.hidden_states, eos)
+            losses_BT = _losses(model, dataset, batch, chunk_size, forward or model.hidden_states)
             for window, losses_T in zip(batch, losses_BT.double().cpu().numpy(), strict=True):
                 _add(result.total, losses_T.sum(), losses_T.size)
                 if has_sidecars:
@@ -153,14 +147,13 @@ def _losses(
     windows: npt.NDArray[np.int64],
     chunk_size: int,
     forward: Callable[..., tuple[Tensor, object]],
-    eos_token_id: int | None,
 ) -> Tensor:
     pairs = [dataset[int(window)] for window in windows]
     device = next(model.parameters()).device
     ids_BT = torch.stack([pair[0] for pair in pairs]).to(device)
     targets_BT = torch.stack([pair[1] for pair in pairs]).to(device)
     with autocast(device, model.config.dtype):
-        h_BTD, _ = forward(ids_BT, document_ids_BT=document_ids(ids_BT, model.config, eos_token_id))
+        h_BTD, _ = forward(ids_BT, document_ids_BT=document_ids_of(ids_BT, dataset, model.config))
         return head_token_losses(h_BTD, model.head.weight, targets_BT, chunk_size=chunk_size)
 
 
