@@ -1,19 +1,19 @@
 """Floating-point operations of a training step, and how much of a device's peak they use.
 
 Counting follows PaLM (Chowdhery et al., 2022, appendix B): 6 operations per parameter of a matrix and token, forward and
-backward, plus attention's two products, 12 per unit of head width and position in the context. Two things differ from
-counts that flatter: only the experts that a token uses count, and a context is what the mask lets a token see (half the
-window of a causal layer, window_size of a windowed one). Recomputation by checkpointing is not counted.
+backward, plus attention's two products, 12 per unit of head width and position in the context. It flatters less in two
+ways: only the experts that a token uses count, and a context is what the mask lets a token see (half the window of
+a causal layer, window_size of a windowed one). Recomputation by checkpointing is not counted.
 """
 
 import re
 
 from gpt_oss_lite.config import ModelConfig
 
-# Dense bf16 tensor-core peak with fp32 accumulation, in TFLOP/s, by the name that CUDA reports. The pattern takes the whole
-# name: an H200 is no H20, and a slice of a card ("... MIG 1g.10gb") is not the card. From NVIDIA's data sheets, which
-# for most cards print the figure with 2:4 sparsity, twice the dense one; RTX from the Ampere GA102, Ada and Blackwell
-# architecture papers.
+# Dense bf16 tensor-core peak with fp32 accumulation, in TFLOP/s, by the name that CUDA reports. A pattern takes the
+# whole name: an H200 is no H20, and a slice of a card ("... MIG 1g.10gb") is not the card. From NVIDIA's data sheets,
+# which for most cards print the figure with 2:4 sparsity, twice the dense one; RTX from the Ampere GA102, Ada and
+# Blackwell architecture papers.
 _PEAKS_TFLOPS = {
     r"A[18]00-(SXM4|PCIE)-\d+GB|A[18]00( 80GB)? PCIe": 312.0,
     r"H[18]00 PCIe": 756.0,

@@ -1,8 +1,8 @@
 """How much device memory a training step needs, item by item, before anything is allocated.
 
 The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
-saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes later,
-when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
+later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
 """
 
 from dataclasses import dataclass
