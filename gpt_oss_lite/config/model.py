@@ -1,8 +1,9 @@
 """The model block of a recipe. The defaults are the 502M model; see docs/configuration.md for every key."""
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpt_oss_lite.config.base import ConfigBlock
 
@@ -51,16 +52,16 @@ class ModelConfig(ConfigBlock):
     """YaRN scale that the model is trained at; 1 is plain RoPE."""
     yarn_scale_factor: float = Field(32.0, ge=1)
     """YaRN scale of the extension: yarn_target_seq_len / yarn_original_max_seq_len."""
-    yarn_original_max_seq_len: int = Field(4096, ge=1)
-    """Context of the model before the extension, in tokens; max_seq_len unless stated."""
-    yarn_target_seq_len: int = Field(131072, ge=1)
-    """Context after the extension, in tokens."""
+    yarn_original_max_seq_len: int | None = Field(None, ge=1)
+    """Context of the model before the extension, in tokens. Null: max_seq_len."""
+    yarn_target_seq_len: int | None = Field(None, ge=1)
+    """Context after the extension, in tokens. Null: yarn_scale_factor times the original context."""
     yarn_beta_fast: float = Field(32.0, gt=0)
     """Pairs that turn more often than this in the original context are not interpolated."""
     yarn_beta_slow: float = Field(1.0, gt=0)
     """Pairs that turn less often than this in the original context are interpolated in full."""
-    eval_max_seq_len: int = Field(131072, ge=1)
-    """Longest context that evaluation and generation may use, in tokens; at most yarn_target_seq_len."""
+    eval_max_seq_len: int | None = Field(None, ge=1)
+    """Longest context that evaluation and generation may use, in tokens; at most yarn_target_seq_len. Null: that."""
 
     # Feed-forward
     n_experts: int = Field(8, ge=1)
@@ -90,3 +91,64 @@ class ModelConfig(ConfigBlock):
     def embedding_rows(self) -> int:
         """Rows of the embedding: padded_vocab_size, or vocab_size without padding."""
         return self.padded_vocab_size or self.vocab_size
+
+    @property
+    def original_context(self) -> int:
+        """yarn_original_max_seq_len, or max_seq_len where that is null: context before the extension, in tokens."""
+        return self.yarn_original_max_seq_len or self.max_seq_len
+
+    @property
+    def target_context(self) -> int:
+        """yarn_target_seq_len, or yarn_scale_factor times the original where that is null, in tokens."""
+        return self.yarn_target_seq_len or math.floor(self.yarn_scale_factor * self.original_context)
+
+    @property
+    def eval_context(self) -> int:
+        """eval_max_seq_len, or the target where that is null: longest context to evaluate or generate, in tokens."""
+        return self.eval_max_seq_len or self.target_context
+
+    def layer_window(self, layer: int) -> int | None:
+        """Tokens that a layer sees, self included: window_size on even layers; None (all) on odd ones."""
+        return self.window_size if layer % 2 == 0 else None
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"padded_vocab_size is {self.padded_vocab_size}: it must be at least vocab_size ({self.vocab_size}), "
+                "or null"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads is {self.n_heads}: it must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}: it must be even, since RoPE turns pairs")
+        if self.experts_per_token > self.n_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}: it must lie between 1 and n_experts ({self.n_experts})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        original, target, scale = self.original_context, self.target_context, self.yarn_scale_factor
+        if self.yarn_target_seq_len is not None and not math.isclose(scale * original, target, rel_tol=1e-9):
+            source = "" if self.yarn_original_max_seq_len is not None else "max_seq_len, since it is null: "
+            raise ValueError(
+                f"yarn_scale_factor is {scale:g}: it must be yarn_target_seq_len / yarn_original_max_seq_len "
+                f"({target} / {source}{original} = {target / original:g}); leave yarn_target_seq_len null to derive it"
+            )
+        if self.eval_context > target:
+            raise ValueError(
+                f"eval_max_seq_len is {self.eval_max_seq_len}: it must be at most yarn_target_seq_len ({target}), "
+                "or null"
+            )
+        if self.rope_scale > scale:
+            raise ValueError(
+                f"rope_scale is {self.rope_scale:g}: it must lie between 1 and yarn_scale_factor ({scale:g})"
+            )
+        if self.yarn_beta_slow >= self.yarn_beta_fast:
+            raise ValueError(
+                f"yarn_beta_slow is {self.yarn_beta_slow:g}: it must be less than yarn_beta_fast "
+                f"({self.yarn_beta_fast:g})"
+            )
+        return self

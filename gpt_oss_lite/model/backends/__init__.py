@@ -1,0 +1,52 @@
+"""How attention and experts are computed. A backend is a module with one or both of these functions:
+
+sink_attention(q_BHTC, k_BGSC, v_BGSC, sinks_H, *, window, document_ids_BT) -> o_BHTC
+dispatch_experts(x_TD, routing, experts) -> out_TD
+
+as `reference` documents them. Every backend agrees with `reference` within rounding, in outputs and all gradients.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from gpt_oss_lite.model.backends import reference
+from gpt_oss_lite.model.routing import Routing
+
+logger = logging.getLogger(__name__)
+
+
+class SinkAttention(Protocol):
+    """Causal attention with grouped keys, an optional window and optional sinks; see `reference.sink_attention`."""
+
+    def __call__(
+        self,
+        q_BHTC: Tensor,
+        k_BGSC: Tensor,
+        v_BGSC: Tensor,
+        sinks_H: Tensor | None,
+        *,
+        window: int | None,
+        document_ids_BT: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+DispatchExperts = Callable[[Tensor, Routing, nn.ModuleList], Tensor]
+"""Send tokens through their experts and combine; see `reference.dispatch_experts`."""
+
+
+@cache
+def select_attention(device_type: str) -> SinkAttention:
+    """The attention for a device type."""
+    return reference.sink_attention
+
+
+@cache
+def select_dispatch(moe_dispatch: str, device_type: str) -> DispatchExperts:
+    """The dispatch that the key model.moe_dispatch names; one log line where this machine lacks it."""
+    if moe_dispatch not in ("auto", "reference"):
+        logger.warning("moe_dispatch %s is not available on %s: using reference", moe_dispatch, device_type)
+    return reference.dispatch_experts

@@ -1,0 +1,138 @@
+"""Attention and expert dispatch in plain PyTorch, on any device: what every faster backend is measured against.
+
+Shapes: B batch, T queries, S keys (the queries are the last T of the S positions), H query heads, G key/value heads,
+Q = H / G query heads per key head, C head width. For experts: T tokens, D width, K experts per token, R = T * K rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt_oss_lite.model.layers import at_least_fp32, without_autocast
+from gpt_oss_lite.model.routing import Routing, count_slots
+
+QUERY_BLOCK = 256
+"""Queries whose logits are alive at one time."""
+
+
+def sink_attention(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    sinks_H: Tensor | None,
+    *,
+    window: int | None,
+    document_ids_BT: Tensor | None = None,
+) -> Tensor:
+    """Causal softmax attention whose denominator also holds exp(sink) (gpt-oss, Agarwal et al., 2025).
+
+    Queries are taken in blocks, each against the keys that it can see; several blocks are recomputed in the backward
+    pass. Memory therefore grows with S, not with T * S, and a windowed layer costs T * (window + block).
+
+    Args:
+        q_BHTC: queries, already rotated.
+        k_BGSC: keys, already rotated; query t stands at position S - T + t.
+        v_BGSC: values.
+        sinks_H: one logit per head, fp32, already clamped; None: none.
+        window: keys that a query sees, itself included; None: all before it.
+        document_ids_BT: number of each token's document, where attention stays inside documents (then S = T).
+
+    Returns:
+        (B, H, T, C) in q's dtype; logits and softmax in fp32 (fp64 where q is).
+    """
+    n_queries, n_keys = q_BHTC.shape[2], k_BGSC.shape[2]
+    assert n_keys >= n_queries
+    assert document_ids_BT is None or n_keys == n_queries
+    blocks = range(0, n_queries, QUERY_BLOCK)
+    recompute = len(blocks) > 1 and torch.is_grad_enabled()
+    outputs = []
+    for start in blocks:
+        stop = min(start + QUERY_BLOCK, n_queries)
+        first_position, last_key = n_keys - n_queries + start, n_keys - n_queries + stop
+        first_key = 0 if window is None else max(0, first_position - window + 1)
+        visible = _visible(first_position, last_key, first_key, window, q_BHTC.device)
+        if document_ids_BT is not None:
+            same_BTS = document_ids_BT[:, start:stop, None] == document_ids_BT[:, None, first_key:last_key]
+            visible = visible & same_BTS[:, None, None]
+        inputs = (
+            q_BHTC[:, :, start:stop], k_BGSC[:, :, first_key:last_key], v_BGSC[:, :, first_key:last_key],
+            sinks_H, visible,
+        )  # fmt: skip
+        if recompute:
+            outputs.append(checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(_attend(*inputs))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _visible(first_position: int, last_key: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each query sees, (T, S) bool.
+
+    The queries stand at positions [first_position, last_key), the keys at [first_key, last_key).
+    """
+    positions_T1 = torch.arange(first_position, last_key, device=device)[:, None]
+    positions_S = torch.arange(first_key, last_key, device=device)
+    visible_TS = positions_S <= positions_T1
+    return visible_TS if window is None else visible_TS & (positions_T1 - positions_S < window)
+
+
+def _attend(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, sinks_H: Tensor | None, visible: Tensor) -> Tensor:
+    """Attention of one block of queries; `visible` broadcasts to (B, G, Q, T, S)."""
+    batch, n_heads, n_queries, head_dim = q_BHTC.shape
+    n_kv_heads, n_keys = k_BGSC.shape[1], k_BGSC.shape[2]
+    grouped = (batch, n_kv_heads, n_heads // n_kv_heads, n_queries)
+    with without_autocast(q_BHTC):
+        q, k, v = at_least_fp32(q_BHTC), at_least_fp32(k_BGSC), at_least_fp32(v_BGSC)
+        # The query heads of a group lie one after the other, so they fold into the rows and no key is copied.
+        rows_q = (q * head_dim**-0.5).reshape(batch, n_kv_heads, -1, head_dim)
+        logits = (rows_q @ k.transpose(2, 3)).view(*grouped, n_keys).masked_fill(~visible, float("-inf"))
+        if sinks_H is None:
+            probs = logits.softmax(dim=-1)
+        else:
+            sinks = sinks_H.to(logits.dtype).view(1, n_kv_heads, -1, 1, 1).expand(*grouped, 1)
+            probs = torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+        out = probs.reshape(batch, n_kv_heads, -1, n_keys) @ v
+    return out.view(batch, n_heads, n_queries, head_dim).to(q_BHTC.dtype)
+
+
+class _PermuteRows(torch.autograd.Function):
+    """x[order] for a permutation; the gradient is read through the inverse, not scattered with atomic adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RD[order_R]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return gradients[0][inverse_R], None, None
+
+
+def dispatch_experts(x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> Tensor:
+    """Send every token through its experts and add up what they return, by their weights.
+
+    Rows are sorted by expert; an expert without tokens runs on no rows, so its gradients are zeros, not None. The sum
+    over a token's experts goes in their order of choice, so two runs agree bit by bit.
+
+    Args:
+        x_TD: tokens.
+        routing: experts (T, K) and their weights.
+        experts: E modules from (rows, D) to (rows, D).
+
+    Returns:
+        (T, D) in x's dtype; the sum runs in the weights' dtype.
+    """
+    n_tokens, width = x_TD.shape
+    experts_per_token = routing.experts_TK.shape[1]
+    flat_R = routing.experts_TK.reshape(-1)
+    order_R = flat_R.argsort(stable=True)
+    inverse_R = order_R.argsort()
+    x_TKD = x_TD[:, None].expand(n_tokens, experts_per_token, width)
+    x_RD = _PermuteRows.apply(x_TKD.reshape(-1, width), order_R, inverse_R)
+    rows = count_slots(routing.experts_TK, len(experts)).tolist()
+    parts = [expert(part) for expert, part in zip(experts, x_RD.split(rows), strict=True)]
+    y_TKD = _PermuteRows.apply(torch.cat(parts), inverse_R, order_R).view(n_tokens, experts_per_token, width)
+    return (y_TKD * routing.weights_TK[..., None]).sum(dim=1).to(x_TD.dtype)

@@ -1,0 +1,70 @@
+"""Mixture-of-experts feed-forward: router, dispatch to the chosen experts, and one expert that every token uses.
+
+Shapes: B batch, T tokens (B * T of them inside the layer), D width, F expert hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.backends import select_dispatch
+from gpt_oss_lite.model.layers import Linear, without_autocast
+from gpt_oss_lite.model.routing import LayerStats, route, router_logits
+
+CLAMP_LIMIT = 7.0
+CLAMP_ALPHA = 1.702
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer, 2020)."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GPT-OSS's form: the gate clamped from above, up from both sides, a steeper sigmoid, and up + 1."""
+    gate = gate.clamp(max=CLAMP_LIMIT)
+    up = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return gate * torch.sigmoid(CLAMP_ALPHA * gate) * (up + 1)
+
+
+ACTIVATIONS = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
+
+
+class Expert(nn.Module):
+    """Gated feed-forward D -> F -> D with three matrices."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, hidden = config.d_model, config.expert_hidden_size
+        bias, init_std = config.expert_bias, config.init_std
+        self.activation = config.expert_activation
+        self.gate_proj = Linear(width, hidden, bias=bias, init_std=init_std)
+        self.up_proj = Linear(width, hidden, bias=bias, init_std=init_std)
+        self.down_proj = Linear(hidden, width, bias=bias, init_std=init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x), self.up_proj(x)))
+
+
+class MoE(nn.Module):
+    """Dropless mixture of experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.moe_dispatch = config.moe_dispatch
+        self.router = Linear(config.d_model, config.n_experts, bias=config.router_bias, init_std=config.init_std)
+        self.experts = nn.ModuleList(Expert(config) for _ in range(config.n_experts))
+        self.shared_experts = nn.ModuleList(Expert(config) for _ in range(config.n_shared_experts))
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, LayerStats]:
+        """Returns (B, T, D) in x's dtype and the router's statistics over the B * T tokens."""
+        x_TD = x_BTD.flatten(0, 1)
+        with without_autocast(x_TD):
+            logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
+            routing, stats = route(logits_TE, self.experts_per_token)
+        out_TD = select_dispatch(self.moe_dispatch, x_TD.device.type)(x_TD, routing, self.experts)
+        for expert in self.shared_experts:
+            out_TD = out_TD + expert(x_TD)
+        return out_TD.view_as(x_BTD), stats
