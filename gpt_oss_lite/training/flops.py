@@ -1,8 +1,8 @@
 """Floating-point operations of a training step, and how much of a device's peak they use.
 
-Counting follows PaLM (Chowdhery et al., 2022, appendix B): 6 operations per parameter of a matrix and token, forward and
-backward, plus attention's two products, 12 per unit of head width and position in the context. It flatters less in two
-ways: only the experts that a token uses count, and a context is what the mask lets a token see (half the window of
+Counting follows PaLM (Chowdhery et al., 2022, appendix B): 6 operations per parameter of a matrix and token, forward
+and backward, plus attention's two products, 12 per unit of head width and position in the context. It flatters less in
+two ways: only the experts that a token uses count, and a context is what the mask lets a token see (half the window of
 a causal layer, window_size of a windowed one). Recomputation by checkpointing is not counted.
 """
 
@@ -45,9 +45,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     matrix_parameters = config.n_layers * (projections + router + experts) + head
 
     full_context = seq_len // 2
-    window_context = min(config.window_size or seq_len, full_context)
-    windowed_layers = (config.n_layers + 1) // 2
-    positions = windowed_layers * window_context + (config.n_layers - windowed_layers) * full_context
+    windows = (config.layer_window(layer) for layer in range(config.n_layers))
+    positions = sum(full_context if window is None else min(window, full_context) for window in windows)
     return 6 * matrix_parameters + 12 * attention_width * positions
 
 

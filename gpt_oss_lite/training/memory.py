@@ -103,7 +103,7 @@ def _saved_elements_per_token(config: ModelConfig) -> int:
     norms = 4 * width  # input and output of both
     attention = 2 * queries + 2 * keys  # rotated q and k, v, and the output; the softmax is recomputed
     rows = 2 * config.experts_per_token * width  # gathered inputs and the outputs that are weighted
-    hidden = 3 * experts_used * config.expert_hidden_size  # gate, up, and their product
+    hidden = 4 * experts_used * config.expert_hidden_size  # gate, silu(gate), up, and the product
     return norms + attention + rows + hidden
 
 
