@@ -1,19 +1,19 @@
 """Floating-point operations of a training step, and how much of a device's peak they use.
 
-Counting follows PaLM (Chowdhery et al., 2022, appendix B): 6 operations per parameter of a matrix and token, forward and
-backward, plus attention's two products, 12 per unit of head width and position in the context. Two things differ from
-counts that flatter: only the experts that a token uses count, and a context is what the mask lets a token see (half the
-window of a causal layer, window_size of a windowed one). Recomputation by checkpointing is not counted.
+Counting follows PaLM (Chowdhery et al., 2022, appendix B): 6 operations per parameter of a matrix and token, forward
+and backward, plus attention's two products, 12 per unit of head width and position in the context. It flatters less in
+two ways: only the experts that a token uses count, and a context is what the mask lets a token see (half the window of
+a causal layer, window_size of a windowed one). Recomputation by checkpointing is not counted.
 """
 
 import re
 
 from gpt_oss_lite.config import ModelConfig
 
-# Dense bf16 tensor-core peak with fp32 accumulation, in TFLOP/s, by the name that CUDA reports. The pattern takes the whole
-# name: an H200 is no H20, and a slice of a card ("... MIG 1g.10gb") is not the card. From NVIDIA's data sheets, which
-# for most cards print the figure with 2:4 sparsity, twice the dense one; RTX from the Ampere GA102, Ada and Blackwell
-# architecture papers.
+# Dense bf16 tensor-core peak with fp32 accumulation, in TFLOP/s, by the name that CUDA reports. A pattern takes the
+# whole name: an H200 is no H20, and a slice of a card ("... MIG 1g.10gb") is not the card. From NVIDIA's data sheets,
+# which for most cards print the figure with 2:4 sparsity, twice the dense one; RTX from the Ampere GA102, Ada and
+# Blackwell architecture papers.
 _PEAKS_TFLOPS = {
     r"A[18]00-(SXM4|PCIE)-\d+GB|A[18]00( 80GB)? PCIe": 312.0,
     r"H[18]00 PCIe": 756.0,
@@ -45,9 +45,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     matrix_parameters = config.n_layers * (projections + router + experts) + head
 
     full_context = seq_len // 2
-    window_context = min(config.window_size or seq_len, full_context)
-    windowed_layers = (config.n_layers + 1) // 2
-    positions = windowed_layers * window_context + (config.n_layers - windowed_layers) * full_context
+    windows = (config.layer_window(layer) for layer in range(config.n_layers))
+    positions = sum(full_context if window is None else min(window, full_context) for window in windows)
     return 6 * matrix_parameters + 12 * attention_width * positions
 
 

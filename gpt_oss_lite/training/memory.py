@@ -1,8 +1,8 @@
 """How much device memory a training step needs, item by item, before anything is allocated.
 
 The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
-saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes later,
-when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
+later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
 """
 
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def _saved_elements_per_token(config: ModelConfig) -> int:
     norms = 4 * width  # input and output of both
     attention = 2 * queries + 2 * keys  # rotated q and k, v, and the output; the softmax is recomputed
     rows = 2 * config.experts_per_token * width  # gathered inputs and the outputs that are weighted
-    hidden = 3 * experts_used * config.expert_hidden_size  # gate, up, and their product
+    hidden = 4 * experts_used * config.expert_hidden_size  # gate, silu(gate), up, and the product
     return norms + attention + rows + hidden
 
 

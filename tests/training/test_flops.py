@@ -67,7 +67,8 @@ def test_peaks_are_the_dense_bf16_ones_of_the_data_sheets(name, tflops):
 @pytest.mark.parametrize(
     "name",
     ["NVIDIA H20", "NVIDIA H2000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 D",
-     "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB", "NVIDIA L400", "cpu", ""],
+     "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB", "NVIDIA L400",
+     "cpu", ""],
 )  # fmt: skip
 def test_a_device_that_is_not_known_has_no_peak_and_no_mfu(name):
     assert device_peak_flops(name) is None
