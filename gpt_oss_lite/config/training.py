@@ -1,8 +1,8 @@
 """The training and data blocks of a recipe."""
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpt_oss_lite.config.base import ConfigBlock
 from gpt_oss_lite.config.model import ModelConfig
@@ -14,7 +14,8 @@ class TrainingConfig(ConfigBlock):
     # Optimizer
     lr: float = Field(4e-4, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    # A list is what YAML has; a tuple is what cannot change.
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-6, gt=0)
     """AdamW's epsilon; 1e-8 is lost beside second moments of bf16 gradients."""
@@ -85,13 +86,35 @@ class TrainingConfig(ConfigBlock):
     eval_windows: int = Field(64, ge=1)
     """Validation windows of an evaluation during training; fewer when there are fewer."""
 
+    @property
+    def resolved_decay_steps(self) -> int:
+        """Length of the final decay of wsd in steps."""
+        return self.decay_steps or max(self.total_steps // 10, 1)
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {list(self.betas)}: both must be at least 0 and less than 1")
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}: it must be less than total_steps ({self.total_steps})"
+            )
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            raise ValueError(f"decay_steps is {self.decay_steps}: only schedule: wsd has it, not {self.schedule}")
+        if self.schedule == "wsd" and self.warmup_steps + self.resolved_decay_steps > self.total_steps:
+            raise ValueError(
+                f"decay_steps is {self.resolved_decay_steps}: with warmup_steps ({self.warmup_steps}) it must fit into "
+                f"total_steps ({self.total_steps})"
+            )
+        return self
+
 
 class DataConfig(ConfigBlock):
     """What the run reads."""
 
-    train_data_path: str
+    train_data_path: str = Field(min_length=1)
     """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder."""
-    validation_data_path: str | None = None
+    validation_data_path: str | None = Field(None, min_length=1)
     """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
     data_mix: str | None = None
     """Name of the mixture that the corpus must have been made with. Null: not checked."""
@@ -103,3 +126,10 @@ class Recipe(ConfigBlock):
     model: ModelConfig
     training: TrainingConfig
     data: DataConfig
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> Self:
+        for key in ("dtype", "residual_dtype"):
+            if getattr(self.model, key) == "fp16":
+                raise ValueError(f"model.{key} is fp16: training takes bf16 or fp32 (fp16 is for inference)")
+        return self

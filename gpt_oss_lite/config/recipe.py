@@ -1,0 +1,56 @@
+"""Recipes as files: YAML with overrides in, YAML as resolved out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gpt_oss_lite.config.training import Recipe
+from shared_data.errors import UserError
+from shared_data.yaml_files import dump_yaml, nearest, one_line, parse_yaml, read_yaml_mapping, show
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: `block.key=value` each, the value in YAML; a later one wins.
+
+    Raises:
+        UserError: not YAML, an unknown or repeated key, a wrong type, a value out of range or an inconsistent pair. One
+            line that names the file or the option, the key, the value and what is allowed.
+        OSError: the file cannot be read.
+    """
+    content = read_yaml_mapping(Path(path))
+    options = {}
+    for override in overrides:
+        options[_apply(override, content)] = f"--set {override}"
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise UserError(one_line(error, Recipe, str(path), options)) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML of every key as resolved; load_recipe of it gives an equal recipe."""
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def _apply(override: str, content: dict[str, Any]) -> str:
+    """Set one `block.key=value` in a recipe's content and return the dotted key."""
+    option = f"--set {override}"
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(f"{option}: it must have the form block.key=value, e.g. --set training.lr=3e-4")
+    *blocks, name = key.split(".")
+    place: Any = content
+    for depth, block in enumerate(blocks):
+        if depth == 0 and block not in Recipe.model_fields:
+            raise UserError(f"{option}: {block} is not a known key; {nearest(block, Recipe.model_fields)}")
+        place = place.setdefault(block, {})
+        if not isinstance(place, dict):
+            raise UserError(f"{option}: {'.'.join(blocks[: depth + 1])} is {show(place)}: it has no keys below it")
+    place[name] = parse_yaml(text, option)
+    return key

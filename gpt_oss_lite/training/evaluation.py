@@ -1,0 +1,191 @@
+"""Held-out loss: nats per token, perplexity, and bits per byte, overall and per source.
+
+Bits per byte compares models with different tokenizers: the summed loss in bits over the UTF-8 bytes of the text that
+it covers. The bytes come from the sidecar beside each shard (`shard_NNNNN.idx`). A document's bytes are spread evenly
+over its tokens, its EOS included, so that a document scored whole counts exactly its bytes.
+
+Shapes: B micro-batch, T positions, D width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.dataset import PretrainDataset, document_ids_of
+from gpt_oss_lite.training.knobs import autocast
+from gpt_oss_lite.training.loss import head_token_losses
+from shared_data.console import progress
+from shared_data.manifest import Sidecar, read_sidecar, sidecar_path
+
+
+@dataclass
+class Score:
+    """Sums over scored tokens."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    n_bytes: float | None = None
+    """UTF-8 bytes of the scored text; None where the corpus has no sidecars."""
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy in nats per token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinity where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per UTF-8 byte; None without sidecars."""
+        return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """The figures as events.jsonl and --json show them."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass
+class Evaluation:
+    """Held-out figures of one model on one corpus."""
+
+    total: Score
+    by_source: dict[str, Score] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        """The overall figures, and `by_source` with the same for each source."""
+        return {**self.total.as_dict(), "by_source": {name: score.as_dict() for name, score in self.by_source.items()}}
+
+
+class TokenSources:
+    """Source and bytes of each token of a corpus, from the sidecars of its shards."""
+
+    def __init__(self, dataset: PretrainDataset) -> None:
+        self._dataset = dataset
+        self._sidecars: dict[int, Sidecar] = {}
+        self._paths = [sidecar_path(shard.path) for shard in dataset.shards]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard has its sidecar."""
+        return all(path.is_file() for path in self._paths)
+
+    def lookup(self, start: int, stop: int) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.float64]]:
+        """Source names and bytes of tokens [start, stop) of the corpus."""
+        names, n_bytes = [], []
+        shard_starts = self._dataset.shard_starts
+        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
+        while start < stop:
+            end = min(stop, int(shard_starts[shard + 1]))
+            sidecar = self._sidecar(shard)
+            offset = int(shard_starts[shard])
+            document = np.searchsorted(sidecar.starts, np.arange(start, end) - offset, side="right") - 1
+            names.append(np.asarray(sidecar.sources)[sidecar.source_index[document]])
+            n_bytes.append(sidecar.n_bytes[document] / sidecar.lengths[document])
+            start, shard = end, shard + 1
+        return np.concatenate(names), np.concatenate(n_bytes)
+
+    def _sidecar(self, shard: int) -> Sidecar:
+        if shard not in self._sidecars:
+            self._sidecars[shard] = read_sidecar(self._paths[shard])
+        return self._sidecars[shard]
+
+
+def evaluate(
+    model: GPTOSS,
+    dataset: PretrainDataset,
+    *,
+    max_windows: int | None = None,
+    micro_batch_size: int = 8,
+    chunk_size: int = 8192,
+    forward: Callable[..., tuple[Tensor, object]] | None = None,
+    label: str = "evaluate",
+) -> Evaluation:
+    """Score a model on windows of a corpus; gradients, mode and random state are left as they were.
+
+    Args:
+        model: on any device; CUDA models run under autocast in their `dtype`.
+        dataset: the corpus, with the window length to score at.
+        max_windows: windows to score, spread evenly over the corpus; None: all.
+        micro_batch_size: windows of one forward pass; the last pass may have fewer.
+        chunk_size: tokens whose logits are alive at one time.
+        forward: replaces model.hidden_states (a compiled form of it).
+        label: what the progress line says.
+    """
+    count = len(dataset) if max_windows is None else min(max_windows, len(dataset))
+    windows = np.arange(count) * len(dataset) // count
+    sources = TokenSources(dataset)
+    has_sidecars = sources.complete
+    result = Evaluation(Score(n_bytes=0.0 if has_sidecars else None))
+    with progress(label, count, "windows") as report, evaluating(model):
+        for start in range(0, count, micro_batch_size):
+            batch = windows[start : start + micro_batch_size]
+            losses_BT = _losses(model, dataset, batch, chunk_size, forward or model.hidden_states)
+            for window, losses_T in zip(batch, losses_BT.double().cpu().numpy(), strict=True):
+                _add(result.total, losses_T.sum(), losses_T.size)
+                if has_sidecars:
+                    _add_by_source(result, sources, int(window) * dataset.max_seq_len + 1, losses_T)
+            report.advance(len(batch))
+    result.by_source = dict(sorted(result.by_source.items()))
+    return result
+
+
+def _losses(
+    model: GPTOSS,
+    dataset: PretrainDataset,
+    windows: npt.NDArray[np.int64],
+    chunk_size: int,
+    forward: Callable[..., tuple[Tensor, object]],
+) -> Tensor:
+    pairs = [dataset[int(window)] for window in windows]
+    device = next(model.parameters()).device
+    ids_BT = torch.stack([pair[0] for pair in pairs]).to(device)
+    targets_BT = torch.stack([pair[1] for pair in pairs]).to(device)
+    with autocast(device, model.config.dtype):
+        h_BTD, _ = forward(ids_BT, document_ids_BT=document_ids_of(ids_BT, dataset, model.config))
+        return head_token_losses(h_BTD, model.head.weight, targets_BT, chunk_size=chunk_size)
+
+
+def _add(score: Score, nats: float, tokens: int, n_bytes: float = 0.0) -> None:
+    score.nats += float(nats)
+    score.tokens += tokens
+    if score.n_bytes is not None:
+        score.n_bytes += float(n_bytes)
+
+
+def _add_by_source(
+    result: Evaluation, sources: TokenSources, first_target: int, losses_T: npt.NDArray[np.float64]
+) -> None:
+    names_T, n_bytes_T = sources.lookup(first_target, first_target + losses_T.size)
+    assert result.total.n_bytes is not None
+    result.total.n_bytes += float(n_bytes_T.sum())
+    for name in np.unique(names_T):
+        mine = names_T == name
+        score = result.by_source.setdefault(str(name), Score(n_bytes=0.0))
+        _add(score, losses_T[mine].sum(), int(mine.sum()), n_bytes_T[mine].sum())
+
+
+@contextmanager
+def evaluating(model: GPTOSS) -> Iterator[None]:
+    """Evaluation mode without gradients, and the mode as it was afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,179 @@
+"""Next-token cross-entropy without the logits: head and loss are one operation over chunks of tokens.
+
+A head of 128,256 rows makes 8.4 GB of bf16 logits from a micro-batch of 8 x 4,096 tokens. Here each chunk's logits are
+made, turned in place into their own gradient, multiplied out into the gradients of hidden states and head, and dropped,
+all in the forward pass; the backward pass only scales. The idea is that of Liger Kernel (Hsu et al., 2024) and Cut
+Cross-Entropy (Wijmans et al., 2024).
+
+Shapes: B micro-batch, T positions, D width, V vocabulary rows, N = B * T tokens, C tokens of a chunk.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+# Kernels index elements with 32 bits in places (pytorch#85005): no chunk reaches this many logits.
+MAX_CHUNK_LOGITS = 2**31 - 1
+
+
+class ChunkKernel(Protocol):
+    """What turns one chunk of logits into its loss and, in place, its gradient; a faster one may replace the plain."""
+
+    def __call__(self, logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
+        """Cross-entropy of each token, (C,) fp32, 0 where ignored; logits_CV becomes d(sum of losses) / d(logits)."""
+
+
+def plain_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
+    """The ChunkKernel of plain PyTorch: one fp32 buffer, every step in place."""
+    valid_C = targets_C != ignore_index
+    index_C1 = targets_C.where(valid_C, 0).unsqueeze(1)
+    max_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    target_logit_C1 = logits_CV.gather(1, index_C1) - max_C1
+    logits_CV.sub_(max_C1).exp_()
+    sum_C1 = logits_CV.sum(dim=-1, keepdim=True)
+    # A row with a NaN or an infinity has a NaN loss, as it must; `where` keeps such a row out only if it is ignored.
+    losses_C = (sum_C1.log() - target_logit_C1).squeeze(1).where(valid_C, 0.0)
+    if with_gradient:
+        logits_CV.div_(sum_C1)
+        logits_CV.scatter_add_(1, index_C1, torch.full_like(sum_C1, -1.0))
+        logits_CV.masked_fill_(~valid_C.unsqueeze(1), 0.0)
+    return losses_C
+
+
+def head_cross_entropy(
+    h_BTD: Tensor,
+    head_weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    chunk_size: int,
+    ignore_index: int = IGNORE_INDEX,
+    kernel: ChunkKernel = plain_chunk_kernel,
+) -> Tensor:
+    """Sum of the cross-entropy of h @ head^T over the targets that are not ignored.
+
+    Args:
+        h_BTD: hidden states after the final norm, any float dtype.
+        head_weight_VD: the head; its gradient is accumulated over chunks in fp32 (float64 for a float64 head).
+        targets_BT: int64 ids in [0, V), or ignore_index.
+        chunk_size: tokens whose logits are alive at one time.
+        kernel: what computes a chunk.
+
+    Returns:
+        The sum, fp32 (float64 for a float64 head). The caller divides by the number of valid targets of its step. Under
+        autocast the products run in autocast's dtype; logits and softmax are fp32 always.
+    """
+    with_gradient = torch.is_grad_enabled() and (h_BTD.requires_grad or head_weight_VD.requires_grad)
+    losses_sum, _ = _HeadCrossEntropy.apply(
+        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, with_gradient, kernel
+    )
+    return losses_sum
+
+
+@torch.no_grad()
+def head_token_losses(
+    h_BTD: Tensor, head_weight_VD: Tensor, targets_BT: Tensor, *, chunk_size: int, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """Cross-entropy of each target, (B, T) fp32, 0 where ignored; for evaluation, without gradients."""
+    _, losses_N = _HeadCrossEntropy.apply(
+        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, False, plain_chunk_kernel
+    )
+    return losses_N.view_as(targets_BT)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_BTD: Tensor,
+        weight_VD: Tensor,
+        targets_BT: Tensor,
+        chunk_size: int,
+        ignore_index: int,
+        with_gradient: bool,
+        kernel: ChunkKernel,
+    ) -> tuple[Tensor, Tensor]:
+        device_type = h_BTD.device.type
+        compute_dtype = h_BTD.dtype
+        if torch.is_autocast_enabled(device_type):
+            compute_dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            h_ND = h_BTD.reshape(-1, h_BTD.shape[-1]).to(compute_dtype)
+            w_VD = weight_VD.to(compute_dtype)
+            targets_N = targets_BT.reshape(-1)
+            sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
+            losses_N = h_ND.new_empty(targets_N.shape, dtype=sum_dtype)
+            if with_gradient:
+                grad_h_ND = torch.empty_like(h_ND)
+                grad_w_VD = torch.zeros_like(weight_VD, dtype=sum_dtype)
+            rows = max(1, min(chunk_size, MAX_CHUNK_LOGITS // w_VD.shape[0]))
+            for start in range(0, targets_N.shape[0], rows):
+                chunk = slice(start, start + rows)
+                logits_CV = _product(h_ND[chunk], w_VD.T, sum_dtype)
+                losses_N[chunk] = kernel(logits_CV, targets_N[chunk], ignore_index, with_gradient)
+                if with_gradient:
+                    grad_logits_CV = logits_CV.to(compute_dtype)
+                    del logits_CV
+                    torch.mm(grad_logits_CV, w_VD, out=grad_h_ND[chunk])
+                    _add_product_(grad_w_VD, grad_logits_CV.T, h_ND[chunk])
+                    del grad_logits_CV
+        if with_gradient:
+            ctx.save_for_backward(grad_h_ND.view_as(h_BTD), grad_w_VD)
+            ctx.dtypes = h_BTD.dtype, weight_VD.dtype
+        ctx.mark_non_differentiable(losses_N)
+        return losses_N.sum(), losses_N
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_h_BTD, grad_w_VD = ctx.saved_tensors
+        h_dtype, weight_dtype = ctx.dtypes
+        scale = grad_outputs[0]
+        return (grad_h_BTD * scale).to(h_dtype), (grad_w_VD * scale).to(weight_dtype), None, None, None, None, None
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a @ b in out_dtype. On CUDA the fp32 accumulators of a bf16 product are kept as they are, not rounded to bf16."""
+    if a.dtype == out_dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return (a @ b).to(out_dtype)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, accumulated in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def chunked_cross_entropy(
+    logits: Tensor, targets: Tensor, chunk_size: int = 4096, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """Mean cross-entropy of finished logits, equal to F.cross_entropy's, summed in fp32 over chunks.
+
+    For code that has logits already. It bounds the temporary of one chunk, not the logits; training uses
+    `head_cross_entropy`.
+
+    Args:
+        logits: (..., V), any float dtype.
+        targets: (...) int64 ids, or ignore_index.
+
+    Returns:
+        fp32 scalar; NaN when every target is ignored, as F.cross_entropy gives.
+    """
+    flat_logits_NV = logits.reshape(-1, logits.shape[-1])
+    flat_targets_N = targets.reshape(-1)
+    total = flat_logits_NV.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+    for start in range(0, flat_targets_N.shape[0], chunk_size):
+        chunk = slice(start, start + chunk_size)
+        total = total + F.cross_entropy(
+            flat_logits_NV[chunk].to(total.dtype), flat_targets_N[chunk], ignore_index=ignore_index, reduction="sum"
+        )
+    return total / (flat_targets_N != ignore_index).sum()

@@ -1,0 +1,127 @@
+"""How much device memory a training step needs, item by item, before anything is allocated.
+
+The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
+saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
+later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.transformer import GPTOSS
+from shared_data.console import say
+
+FP32 = 4
+# What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
+CUDA_RUNTIME_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by item."""
+
+    items: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the items."""
+        return sum(self.items.values())
+
+    @property
+    def total_gb(self) -> float:
+        """Sum of the items in GB of 10^9 bytes."""
+        return self.total_bytes / 1e9
+
+    def table(self) -> str:
+        """One line an item, the total last, in GB of 10^9 bytes."""
+        rows = [*self.items.items(), ("total", self.total_bytes)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {size / 1e9:9.3f} GB" for name, size in rows)
+
+
+def estimate_model_memory_gb(
+    model: GPTOSS,
+    seq_len: int,
+    batch_size: int,
+    grad_checkpoint: bool = False,
+    grad_checkpoint_every: int = 3,
+    loss_chunk_size: int = 8192,
+    device_type: str = "cuda",
+) -> MemoryEstimate:
+    """Estimate the peak memory of training `model`.
+
+    Args:
+        model: built on any device, "meta" included.
+        seq_len: tokens of a window.
+        batch_size: windows of a micro-batch.
+        grad_checkpoint: whether the blocks i with i % grad_checkpoint_every == 0 are recomputed.
+        grad_checkpoint_every: see there.
+        loss_chunk_size: tokens whose logits are alive at one time.
+        device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
+
+    Returns:
+        MemoryEstimate, whose total_gb is the figure in GB of 10^9 bytes.
+    """
+    config = model.config
+    tokens = seq_len * batch_size
+    parameters = model.num_parameters()
+    compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
+    block_saved = tokens * compute * _saved_elements_per_token(config)
+    recomputed = len(range(0, config.n_layers, grad_checkpoint_every)) if grad_checkpoint else 0
+    block_input = tokens * compute * config.d_model
+
+    head_rows = config.embedding_rows
+    chunk_tokens = min(loss_chunk_size, tokens)
+    # Logits in fp32, and beside them their gradient in the compute type where that is another one.
+    head_chunk = chunk_tokens * head_rows * (FP32 + (compute if compute != FP32 else 0))
+    head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
+    # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
+    block_backward = block_saved * (2 if recomputed else 1)
+
+    items = {
+        "weights (fp32)": FP32 * parameters,
+        "gradients (fp32)": FP32 * parameters,
+        "AdamW moments (2 x fp32)": 2 * FP32 * parameters,
+        f"weights in {config.dtype} for the products": compute * parameters if compute != FP32 else 0,
+        f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
+        f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
+        f"head: chunk of {chunk_tokens:,} tokens": head_chunk,
+        "head: gradients of weight and hidden states": head_gradients,
+        "backward pass of a block beyond the head's": max(0, block_backward - head_chunk - head_gradients),
+        "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
+    }
+    return MemoryEstimate({name: size for name, size in items.items() if size})
+
+
+def _saved_elements_per_token(config: ModelConfig) -> int:
+    """Elements that one block keeps for its backward pass, per token."""
+    width = config.d_model
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    experts_used = config.experts_per_token + config.n_shared_experts
+    norms = 4 * width  # input and output of both
+    attention = 2 * queries + 2 * keys  # rotated q and k, v, and the output; the softmax is recomputed
+    rows = 2 * config.experts_per_token * width  # gathered inputs and the outputs that are weighted
+    hidden = 4 * experts_used * config.expert_hidden_size  # gate, silu(gate), up, and the product
+    return norms + attention + rows + hidden
+
+
+def assert_fits_in_available_gpu(estimate: MemoryEstimate) -> bool:
+    """Warn with one line when an estimate is beyond the GPU's memory. It never stops the run: it is an estimate.
+
+    Returns:
+        Whether it fits; True without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return True
+    available, _ = torch.cuda.mem_get_info()
+    available += torch.cuda.memory_reserved()
+    if estimate.total_bytes <= available:
+        return True
+    say(
+        f"warning: the step is estimated at {estimate.total_gb:.1f} GB, and the GPU has {available / 1e9:.1f} GB free: "
+        "a smaller training.micro_batch_size (with more training.gradient_accumulation_steps) or "
+        "training.grad_checkpoint: true needs less"
+    )
+    return False

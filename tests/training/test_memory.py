@@ -1,0 +1,109 @@
+"""The estimate against what autograd really keeps, and against bytes worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_oss_lite.config import ModelConfig, load_recipe
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.memory import MemoryEstimate, assert_fits_in_available_gpu, estimate_model_memory_gb
+
+RECIPE = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml")
+SMALL = ModelConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, window_size=32,
+                    max_seq_len=128, expert_hidden_size=256)  # fmt: skip
+
+
+def on_meta(config: ModelConfig) -> GPTOSS:
+    with torch.device("meta"):
+        return GPTOSS(config)
+
+
+def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, checkpoint_every: int | None = None) -> int:
+    """Bytes of the tensors that a real forward pass keeps for the backward pass, parameters left out."""
+    model = GPTOSS(config)
+    if checkpoint_every:
+        model.enable_gradient_checkpointing(checkpoint_every)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids_BT = torch.randint(config.vocab_size, (batch_size, seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        h_BTD, stats = model.hidden_states(ids_BT)
+        loss = h_BTD.sum() + stats.aux
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def kept_between_passes(estimate: MemoryEstimate) -> int:
+    return sum(size for name, size in estimate.items.items() if "saved" in name or "inputs" in name)
+
+
+def test_state_of_the_502m_model_is_sixteen_bytes_a_parameter():
+    items = estimate_model_memory_gb(on_meta(RECIPE.model), seq_len=4096, batch_size=8).items
+    state = items["weights (fp32)"] + items["gradients (fp32)"] + items["AdamW moments (2 x fp32)"]
+    assert state == 16 * 502_033_248
+
+
+def test_the_head_holds_one_chunk_and_not_the_whole_logits():
+    model = on_meta(RECIPE.model)
+    items = estimate_model_memory_gb(model, seq_len=4096, batch_size=8, loss_chunk_size=8192).items
+    # One chunk in fp32 and its gradient in bf16; all logits would be 32,768 x 128,256 x 4 = 16.8 GB.
+    assert items["head: chunk of 8,192 tokens"] == 8192 * 128256 * (4 + 2)
+    short = estimate_model_memory_gb(model, seq_len=64, batch_size=1, loss_chunk_size=8192).items
+    assert short["head: chunk of 64 tokens"] == 64 * 128256 * (4 + 2)
+
+
+def test_saved_activations_are_what_autograd_keeps():
+    batch_size, seq_len = 2, 128
+    two, four = SMALL.replace(n_layers=2), SMALL
+    per_two_blocks = saved_bytes(four, batch_size, seq_len) - saved_bytes(two, batch_size, seq_len)
+    estimates = [
+        estimate_model_memory_gb(on_meta(config), seq_len, batch_size, device_type="cpu") for config in (two, four)
+    ]
+    assert kept_between_passes(estimates[1]) - kept_between_passes(estimates[0]) == pytest.approx(
+        per_two_blocks, rel=0.2
+    )
+
+
+def test_checkpointing_saves_in_the_estimate_what_it_saves_in_autograd():
+    batch_size, seq_len = 2, 128
+    real = saved_bytes(SMALL, batch_size, seq_len) - saved_bytes(SMALL, batch_size, seq_len, checkpoint_every=2)
+    model = on_meta(SMALL)
+    plain, checkpointed = (
+        kept_between_passes(estimate_model_memory_gb(model, seq_len, batch_size, flag, 2, device_type="cpu"))
+        for flag in (False, True)
+    )
+    assert plain - checkpointed == pytest.approx(real, rel=0.2)
+
+
+def test_the_estimate_grows_with_batch_and_length_and_the_table_adds_up():
+    model = on_meta(SMALL)
+    small = estimate_model_memory_gb(model, seq_len=128, batch_size=2)
+    assert estimate_model_memory_gb(model, seq_len=128, batch_size=4).total_bytes > small.total_bytes
+    assert estimate_model_memory_gb(model, seq_len=256, batch_size=2).total_bytes > small.total_bytes
+    figures = [float(line.split()[-2]) for line in small.table().splitlines()]
+    assert sum(figures[:-1]) == pytest.approx(figures[-1], abs=0.001 * len(figures))
+
+
+def test_too_large_a_step_is_one_warning_and_no_stop(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10**9)
+    assert assert_fits_in_available_gpu(MemoryEstimate({"weights": 21 * 10**9}))
+    assert capsys.readouterr().err == ""
+    assert not assert_fits_in_available_gpu(MemoryEstimate({"weights": 21 * 10**9 + 1}))
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: the step is estimated at 21.0 GB, and the GPU has 21.0 GB free")
+    assert warning.count("\n") == 1
+
+
+def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert assert_fits_in_available_gpu(MemoryEstimate({"weights": 10**15}))
