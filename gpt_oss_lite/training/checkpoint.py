@@ -1,0 +1,325 @@
+"""Checkpoints: five files a step, whole or not there, without pickled objects.
+
+    model_step_N.safetensors   every tensor once (a tied head is the embedding), fp32
+    optim_step_N.pt            AdamW's state by parameter name
+    sched_step_N.pt            the schedule's counters
+    rng_step_N.pt              every random number generator
+    meta_step_N.json           step, position, model config; size and SHA-256 of the four others
+
+Each file is written to a temporary name, fsynced and renamed; meta comes last. A step is complete only when meta and all
+that it names are there in the right size, and loading compares the hashes too: a torn write is never taken for a checkpoint,
+and a flipped byte never reaches a model. The .pt files hold tensors, numbers and strings, and load with weights_only=True.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.seeding import restore_rng
+from gpt_oss_lite.training.snapshot import (
+    DamagedCheckpoint,
+    Snapshot,
+    load_model_tensors,
+    load_optimizer,
+    load_scheduler,
+    take_snapshot,
+)
+from shared_data.console import say
+from shared_data.errors import UserError
+from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write_atomic
+
+FORMAT_VERSION = 1
+CHECKPOINTS = "checkpoints"
+_FILE_NAME = re.compile(r"(model|optim|sched|rng|meta)_step_(\d+)\.(safetensors|pt|json)")
+
+
+class CheckpointManager:
+    """Saves, finds, loads and prunes the checkpoints of one run.
+
+    Args:
+        folder: where the files lie; made when first needed.
+        keep: newest checkpoints that `prune` keeps.
+        keep_every: `prune` also keeps every step that is a multiple of it; 0: none.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3, keep_every: int = 0) -> None:
+        self.folder = Path(folder)
+        self.keep, self.keep_every = keep, keep_every
+
+    # Finding
+
+    def list_checkpoints(self) -> list[int]:
+        """Steps whose checkpoint is complete, ascending."""
+        if not self.folder.is_dir():
+            return []
+        steps = (int(path.stem.rsplit("_", 1)[1]) for path in self.folder.glob("meta_step_*.json"))
+        return sorted(step for step in steps if self._is_complete(step))
+
+    def latest_step(self) -> int | None:
+        """The newest complete step; None when there is none."""
+        return max(self.list_checkpoints(), default=None)
+
+    def newest_good(self, at_most: int | None = None) -> int | None:
+        """The newest step whose files match their hashes; each damaged one is named in a warning and passed over."""
+        for step in reversed(self.list_checkpoints()):
+            if at_most is not None and step > at_most:
+                continue
+            try:
+                self.verify(step)
+                return step
+            except DamagedCheckpoint as damage:
+                say(f"warning: {damage}")
+        return None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The content of meta_step_N.json.
+
+        Raises:
+            DamagedCheckpoint: there is no such file, or it is not what `save` writes.
+        """
+        path = self._path("meta", step)
+        try:
+            meta = json.loads(path.read_bytes())
+            digest = meta.pop("meta_sha256")
+            well_formed = digest == _digest(meta) and meta["step"] == step and meta["format"] == FORMAT_VERSION
+        except FileNotFoundError:
+            steps = ", ".join(map(str, self.list_checkpoints())) or "none"
+            raise DamagedCheckpoint(f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            well_formed = False
+        if not well_formed:
+            raise DamagedCheckpoint(f"{path} is damaged; choose another step")
+        return meta
+
+    def verify(self, step: int) -> dict[str, Any]:
+        """Compare every file of a step with the size and hash in its meta, which is returned.
+
+        Raises:
+            DamagedCheckpoint: names the first file that differs.
+        """
+        meta = self.meta(step)
+        for name, about in meta["files"].items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != about["size"]:
+                raise DamagedCheckpoint(f"{path} is missing or incomplete; choose another step")
+            if sha256_file(path) != about["sha256"]:
+                raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step")
+        return meta
+
+    # Saving
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: int,
+        scheduler: LambdaLR | None = None,
+        extra_meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the checkpoint of `step` and prune old ones.
+
+        Args:
+            model, optimizer, scheduler: as they stand between two steps.
+            step: finished steps.
+            extra_meta: JSON values for meta_step_N.json.
+        """
+        self.write(take_snapshot(model, optimizer, step, scheduler, extra_meta))
+        self.prune(newest=step)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot. An older checkpoint of the same step is void from the first byte on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        step = snapshot.step
+        self._remove(self._path("meta", step))
+        files: dict[str, dict[str, Any]] = {}
+        writers: dict[str, Callable[[Path], None]] = {
+            "model": lambda path: save_file(snapshot.model, path, metadata={"format": "pt"}),
+            "optim": lambda path: torch.save(snapshot.optimizer, path),
+            "sched": lambda path: torch.save(snapshot.scheduler, path),
+            "rng": lambda path: torch.save(snapshot.rng, path),
+        }
+        for kind, write in writers.items():
+            path = self._path(kind, step)
+            with _atomic_path(path) as temporary:
+                write(temporary)
+                files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
+        meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
+        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": _digest(meta)}, indent=2) + "\n")
+
+    # Loading
+
+    def load(
+        self,
+        model: nn.Module,
+        step: int | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: LambdaLR | None = None,
+        with_rng: bool = False,
+    ) -> dict[str, Any]:
+        """Load a checkpoint, strictly: every tensor of the model is there, in its shape, and no other.
+
+        Args:
+            step: None: the newest complete one.
+            optimizer, scheduler: loaded too when given.
+            with_rng: set every random number generator to where it was.
+
+        Returns:
+            The content of meta_step_N.json.
+
+        Raises:
+            DamagedCheckpoint: missing, incomplete or damaged files.
+            UserError: the checkpoint is of another model.
+        """
+        step = self.latest_step() if step is None else step
+        if step is None:
+            raise UserError(f"{self.folder} has no complete checkpoint")
+        meta = self.verify(step)
+        load_model_tensors(model, self._path("model", step))
+        if optimizer is not None:
+            load_optimizer(model, optimizer, self._read_tensors("optim", step))
+        if scheduler is not None:
+            load_scheduler(scheduler, self._read_tensors("sched", step))
+        if with_rng:
+            restore_rng(self._read_tensors("rng", step))
+        return meta
+
+    def _read_tensors(self, kind: str, step: int) -> dict[str, Any]:
+        return torch.load(self._path(kind, step), map_location="cpu", weights_only=True)
+
+    # Pruning
+
+    def prune(self, newest: int) -> None:
+        """Delete all but the `keep` newest checkpoints up to `newest` and the multiples of `keep_every`."""
+        self.keep_last_n(self.keep, newest=newest)
+
+    def keep_last_n(self, n: int, newest: int | None = None) -> None:
+        """Delete all but the n newest complete checkpoints and the multiples of `keep_every`.
+
+        Args:
+            n: at least 1.
+            newest: checkpoints of later steps, left by a run that went back, neither count nor go. None: all count.
+        """
+        if n < 1:
+            raise ValueError(f"n is {n}: at least 1 checkpoint stays")
+        steps = [step for step in self.list_checkpoints() if newest is None or step <= newest]
+        for step in steps[:-n]:
+            if not (self.keep_every and step % self.keep_every == 0):
+                self.delete_checkpoint(step)
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Delete one checkpoint.
+
+        Raises:
+            UserError: it is the only complete one.
+        """
+        if self.list_checkpoints() == [step]:
+            raise UserError(f"{self.folder}: step {step} is the only complete checkpoint; it is not deleted")
+        # Meta first: once it is gone no reader takes the rest for a checkpoint.
+        for kind in ("meta", "model", "optim", "sched", "rng"):
+            self._remove(self._path(kind, step))
+
+    def remove_leftovers(self) -> None:
+        """Delete what a killed process left: temporary files, and files of steps without their meta."""
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            match = _FILE_NAME.fullmatch(path.name)
+            orphan = match is not None and not self._path("meta", int(match[2])).exists()
+            if orphan or path.name.endswith(TEMPORARY_SUFFIX) or path.name.startswith(".tmp"):
+                path.unlink(missing_ok=True)
+
+    def _path(self, kind: str, step: int) -> Path:
+        suffix = {"model": "safetensors", "meta": "json"}.get(kind, "pt")
+        return self.folder / f"{kind}_step_{step}.{suffix}"
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            files = self.meta(step)["files"]
+        except DamagedCheckpoint:
+            return False
+        paths = ((self.folder / name, about["size"]) for name, about in files.items())
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+    def _remove(self, path: Path) -> None:
+        if path.exists():
+            path.unlink()
+            fsync_folder(path.parent)
+
+
+def _digest(meta: dict[str, Any]) -> str:
+    """SHA-256 of a meta's content, so that a flipped digit in it is noticed too."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+@contextmanager
+def _atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path for writers that open files by name: fsynced and renamed when the block ends without an error.
+
+    `shared_data.files.atomic_writer` hands out an open file; safetensors replaces the file behind a name, so an fsync through
+    a descriptor opened before would reach the wrong one.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The folder with the checkpoint files, given it or the run's folder.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run folder")
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def load_model(
+    run_or_checkpoint_folder: str | Path, step: int | None = None, device: str | torch.device = "cpu"
+) -> tuple[GPTOSS, dict[str, Any]]:
+    """Build the model of a checkpoint, in evaluation mode.
+
+    Args:
+        run_or_checkpoint_folder: a run's folder, or its checkpoints/.
+        step: None: the newest complete one.
+        device: where the model goes.
+
+    Returns:
+        The model and the content of meta_step_N.json.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, or one of another program.
+    """
+    manager = CheckpointManager(checkpoint_folder(run_or_checkpoint_folder))
+    step = manager.latest_step() if step is None else step
+    if step is None:
+        raise UserError(f"{manager.folder} has no complete checkpoint")
+    try:
+        config = ModelConfig(**manager.meta(step)["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise UserError(f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})") from None
+    model = GPTOSS(config)
+    meta = manager.load(model, step)
+    return model.to(device).eval(), meta

@@ -1,0 +1,205 @@
+"""A run's folder: which one a command means, what it records, and whether it may go on with what is asked now.
+
+    RUN/config.yaml     the recipe as resolved
+    RUN/run.json        seed, corpus, what the weights were started from, versions
+    RUN/metrics.jsonl   RUN/events.jsonl   RUN/checkpoints/
+"""
+
+import fcntl
+import glob
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gpt_oss_lite
+from gpt_oss_lite.config import Recipe
+from gpt_oss_lite.config.recipe import dump_recipe, load_recipe
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
+from shared_data.console import say
+from shared_data.errors import UserError
+from shared_data.files import TEMPORARY_SUFFIX, write_atomic
+
+RUNS = Path("runs")
+CONFIG_NAME = "config.yaml"
+RECORD_NAME = "run.json"
+
+LOCK_NAME = ".lock"
+# What a run that was killed before it was recorded may have left: the folder counts as empty.
+START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
+
+# Keys that change neither the numbers nor what is on disk, so that a run may go on with other values.
+FREE_ON_RESUME = {"training.num_workers", "training.pin_memory"}
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What the command line says about going on; all off: a new run."""
+
+    from_step: int | None = None
+    latest: bool = False
+    auto: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any of the options was given."""
+        return self.from_step is not None or self.latest or self.auto
+
+
+def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> tuple[Path, bool]:
+    """Decide which folder a command means.
+
+    Returns:
+        The folder and whether a run is in it already (which the command then goes on with).
+
+    Raises:
+        UserError: --out holds a run and nothing says to go on with it, or there is nothing to go on with.
+    """
+    if out is None:
+        numbered = _numbered_runs(config.stem)
+        if resume.wanted and numbered:
+            return numbered[-1], True
+        if resume.wanted and not resume.auto:
+            raise UserError(f"there is no {RUNS}/{config.stem}-NNN to go on with; name the run with --out")
+        number = int(numbered[-1].name.rsplit("-", 1)[1]) + 1 if numbered else 1
+        return RUNS / f"{config.stem}-{number:03d}", False
+    if _holds_run(out):
+        if resume.wanted:
+            return out, True
+        raise UserError(f"{out} already holds a run: go on with it (--resume latest), or start another (--out elsewhere)")
+    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - START_FILES):
+        raise UserError(f"{out} is not an empty folder, and holds no run; choose another --out")
+    if resume.wanted and not resume.auto:
+        raise UserError(f"{out} holds no run to go on with; leave out --resume to start one")
+    return out, False
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / RECORD_NAME).is_file() or (folder / CHECKPOINTS).is_dir()
+
+
+def _numbered_runs(stem: str) -> list[Path]:
+    pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
+    found = [path for path in RUNS.glob(f"{glob.escape(stem)}-*") if pattern.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def record_new_run(folder: Path, recipe: Recipe, seed: int, corpus: dict[str, Any], init_from: str | None) -> None:
+    """Write config.yaml and run.json of a new run; run.json last, since its presence makes the folder a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / CONFIG_NAME, dump_recipe(recipe))
+    record = {"seed": seed, "corpus": corpus, "init_from": init_from, "versions": versions()}
+    write_atomic(folder / RECORD_NAME, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The content of run.json.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = folder / RECORD_NAME
+    try:
+        record = json.loads(path.read_bytes())
+        if isinstance(record["seed"], int) and isinstance(record["corpus"], dict) and "init_from" in record:
+            return record
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: the run's seed and corpus are unknown") from None
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path} is damaged: it must hold seed, corpus and init_from")
+
+
+def check_unchanged(folder: Path, recipe: Recipe, seed: int | None, corpus: dict[str, Any], allow_changed: bool) -> None:
+    """Refuse to go on with another recipe, seed or corpus than the run was started with.
+
+    Raises:
+        UserError: names every field that differs, with both values; with allow_changed it is a warning.
+    """
+    record = read_record(folder)
+    before = _flatten(load_recipe(folder / CONFIG_NAME).model_dump(mode="json"))
+    after = _flatten(recipe.model_dump(mode="json"))
+    changes = [
+        f"{key} was {before.get(key)}, is {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in FREE_ON_RESUME
+    ]
+    if seed is not None and seed != record["seed"]:
+        changes.append(f"--seed was {record['seed']}, is {seed}")
+    changes += [
+        f"the corpus's {key} was {record['corpus'].get(key)}, is {corpus.get(key)}"
+        for key in sorted(record["corpus"].keys() | corpus.keys())
+        if record["corpus"].get(key) != corpus.get(key)
+    ]
+    if not changes:
+        return
+    text = f"{folder} was started with other values: {'; '.join(changes)}"
+    if not allow_changed:
+        raise UserError(f"{text}. Start a new run with --init-from, or say --allow-changed")
+    say(f"warning: {text}")
+
+
+def _flatten(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def resume_step(folder: Path, resume: ResumeRequest) -> int | None:
+    """The step to go on from: the one asked for, or the newest that verifies; None: the start, there is none yet.
+
+    Raises:
+        DamagedCheckpoint: the step that was asked for is not there, or damaged.
+        UserError: checkpoints are there, but none verifies.
+    """
+    manager = CheckpointManager(folder / CHECKPOINTS)
+    if resume.from_step is not None:
+        manager.verify(resume.from_step)
+        return resume.from_step
+    step = manager.newest_good()
+    if step is None and manager.list_checkpoints():
+        raise UserError(f"{manager.folder}: every checkpoint is damaged")
+    return step
+
+
+def versions() -> dict[str, str]:
+    """What the run's numbers depend on."""
+    return {
+        "gpt_oss_lite": gpt_oss_lite.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run's folder: two processes in one run would tear its checkpoints.
+
+    The lock is POSIX's: it goes with the process, however that dies, and loader workers do not inherit it.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK_NAME, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{folder}: another process is training in this run") from None
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,320 @@
+"""A packed corpus on disk: shards of token ids, a sidecar beside each, and the manifest that names them.
+
+    FOLDER/manifest.json
+    FOLDER/shard_00000.bin     little-endian uint32 ids and nothing else; each document ends with the EOS id
+    FOLDER/shard_00000.idx     where its documents start, their source and length in bytes (safetensors)
+
+The manifest is a function of the shards and sidecars alone (`build_manifest`), so that a lost one is rebuilt byte for
+byte and never guessed. Readers that know only the .bin files are unaffected by the rest.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal, Self
+
+import numpy as np
+import safetensors
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors.numpy import save as save_safetensors
+
+from shared_data.errors import UserError
+from shared_data.files import sha256_file, write_atomic
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = "1.0.0"
+TOKEN_BYTES = 4
+TOKEN_DTYPE = np.dtype("<u4")
+_SIDECAR_KEY = "sidecar"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class SourceInfo(_Record):
+    """A source as the mixture names it."""
+
+    id: str
+    weight: float
+    """Share of the training tokens."""
+
+
+class CorpusInfo(_Record):
+    """What holds for a whole corpus. Each sidecar carries it, so that the manifest can be rebuilt."""
+
+    corpus: str
+    """Fingerprint of everything that the packing depended on: shards of two packings are never taken for one corpus."""
+    mixture: str
+    tokenizer_name: str
+    vocab_size: int
+    eos_token_id: int
+    pad_token_id: int
+    dtype: Literal["uint32"] = "uint32"
+    shard_size_tokens: int = Field(ge=1)
+    sources: list[SourceInfo]
+
+
+class Position(_Record):
+    """Which shard of its packing a file is."""
+
+    split: Literal["train", "validation"]
+    index: int = Field(ge=0)
+    count: int = Field(ge=1)
+    """Shards of this split: tells a rebuilt manifest that one is missing."""
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """A shard's documents, in the shard's order; N of them."""
+
+    starts: np.ndarray
+    """First token of each document, int64 (N,)."""
+    source_index: np.ndarray
+    """Index into `sources`, int32 (N,)."""
+    n_bytes: np.ndarray
+    """UTF-8 bytes of each document's text, int64 (N,): the denominator of bits per byte."""
+    n_tokens: int
+    """Tokens of the shard, EOS included."""
+    info: CorpusInfo
+    position: Position
+
+    @property
+    def sources(self) -> list[str]:
+        """Ids of the corpus's sources, in the mixture's order."""
+        return [source.id for source in self.info.sources]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, EOS included, int64 (N,)."""
+        return np.diff(self.starts, append=self.n_tokens)
+
+
+def sidecar_path(shard: Path) -> Path:
+    """The sidecar that belongs to a shard."""
+    return shard.with_suffix(".idx")
+
+
+def sidecar_bytes(sidecar: Sidecar) -> bytes:
+    """The content of a sidecar file. One metadata key only: safetensors keeps several in no fixed order."""
+    arrays: dict[str, np.ndarray] = {
+        "starts": sidecar.starts.astype(np.int64),
+        "source_index": sidecar.source_index.astype(np.int32),
+        "n_bytes": sidecar.n_bytes.astype(np.int64),
+    }
+    about = {
+        "version": 1,
+        "n_tokens": sidecar.n_tokens,
+        "position": sidecar.position.model_dump(),
+        "info": sidecar.info.model_dump(),
+    }
+    return save_safetensors(arrays, metadata={_SIDECAR_KEY: json.dumps(about)})
+
+
+def read_sidecar(path: Path | str) -> Sidecar:
+    """Read a sidecar, given its path or that of its shard.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = sidecar_path(Path(path))
+    if not path.is_file():
+        raise UserError(
+            f"{path} is not there: without its sidecar a shard's documents are unknown; pack the corpus again"
+        )
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            about = json.loads(file.metadata()[_SIDECAR_KEY])
+            arrays = {name: file.get_tensor(name) for name in ("starts", "source_index", "n_bytes")}
+        info, position = CorpusInfo.model_validate(about["info"]), Position.model_validate(about["position"])
+        return Sidecar(**arrays, n_tokens=int(about["n_tokens"]), info=info, position=position)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a whole sidecar ({str(error).splitlines()[0]}); pack the corpus again") from None
+
+
+class ShardEntry(_Record):
+    """A shard as the manifest names it."""
+
+    index: int = Field(ge=0)
+    path: str
+    """Relative to the manifest."""
+    n_tokens: int = Field(ge=1)
+    sha256: str
+    n_eos: int = Field(ge=0)
+    """EOS ids, which is the number of documents."""
+
+
+class SourceEntry(_Record):
+    """What a source contributed to this corpus."""
+
+    weight: float
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    """UTF-8 bytes of its documents' text."""
+
+
+class Manifest(_Record):
+    """manifest.json. Keys that it does not know are allowed."""
+
+    version: str
+    corpus: str | None = None
+    mixture: str | None = None
+    """Name of the mixture that the corpus was made with."""
+    vocab_size: int = Field(ge=1)
+    eos_token_id: int = Field(ge=0)
+    pad_token_id: int = Field(ge=0)
+    tokenizer_name: str
+    dtype: Literal["uint32"]
+    shard_size_tokens: int = Field(ge=1)
+    total_tokens: int = Field(ge=0)
+    total_documents: int = Field(0, ge=0)
+    oversized_documents: int = Field(0, ge=0)
+    """Documents longer than shard_size_tokens; each has a shard of its own."""
+    shard_count: int = Field(ge=0)
+    shards_dir: str
+    shards: list[ShardEntry]
+    sources: dict[str, SourceEntry]
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if self.shard_count != len(self.shards):
+            raise ValueError(f"shard_count is {self.shard_count}, but shards has {len(self.shards)} entries")
+        if self.total_tokens != sum(shard.n_tokens for shard in self.shards):
+            raise ValueError(f"total_tokens is {self.total_tokens}, but the shards' n_tokens add up to another number")
+        for position, shard in enumerate(self.shards):
+            path = PurePosixPath(shard.path)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(
+                    f"shards[{position}].path is {shard.path!r}: it must stay inside the manifest's folder"
+                )
+            if shard.index != position:
+                raise ValueError(f"shards[{position}].index is {shard.index}: it must be {position}")
+        return self
+
+    @classmethod
+    def load(cls, folder: Path | str, *, check_hashes: bool = False) -> Self:
+        """Read and check the manifest of a corpus.
+
+        Args:
+            folder: the corpus, which holds manifest.json.
+            check_hashes: read every shard and compare its SHA-256 too; otherwise only sizes are checked.
+
+        Raises:
+            UserError: the manifest is missing or wrong, or a shard is not as it says.
+        """
+        folder = Path(folder)
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise UserError(f"{path} is not there: rebuild it with: gpt-oss-lite verify {folder} --repair")
+        try:
+            manifest = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"{path}: {_first_error(error)}") from None
+        problems = manifest.problems(folder, check_hashes=check_hashes)
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise UserError(f"{problems[0]}{more}; see: gpt-oss-lite verify {folder}")
+        return manifest
+
+    def shard_paths(self, folder: Path | str) -> list[Path]:
+        """The shards' paths, in order."""
+        return [Path(folder) / shard.path for shard in self.shards]
+
+    def problems(self, folder: Path, *, check_hashes: bool) -> list[str]:
+        """One line per shard that is missing, has the wrong size or, if asked, the wrong bytes."""
+        found = []
+        for shard, path in zip(self.shards, self.shard_paths(folder), strict=True):
+            expected = shard.n_tokens * TOKEN_BYTES
+            if not path.is_file():
+                found.append(f"{path} is not there, but {MANIFEST_NAME} names it")
+            elif path.stat().st_size != expected:
+                found.append(f"{path} has {path.stat().st_size} bytes, but {MANIFEST_NAME} says {expected}")
+            elif check_hashes and sha256_file(path) != shard.sha256:
+                found.append(f"{path}: SHA-256 is not the one in {MANIFEST_NAME}")
+        return found
+
+    def write(self, folder: Path | str) -> None:
+        """Write manifest.json, whole or not at all."""
+        write_atomic(Path(folder) / MANIFEST_NAME, self.model_dump_json(indent=2) + "\n")
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards in a folder, by number."""
+    return sorted(folder.glob("shard_*.bin"), key=lambda path: (len(path.name), path.name))
+
+
+def build_manifest(folder: Path, sha256s: Mapping[str, str] | None = None) -> Manifest:
+    """Derive the manifest of the shards and sidecars in a folder.
+
+    Args:
+        folder: where shard_*.bin and shard_*.idx lie.
+        sha256s: hashes by file name that are already known; the others are computed.
+
+    Raises:
+        UserError: there are no shards, one is missing or of another packing, or a sidecar does not fit its shard.
+    """
+    paths = shard_files(folder)
+    if not paths:
+        raise UserError(f"{folder} holds no shard_*.bin: there is nothing to make a manifest of")
+    sidecars = [read_sidecar(path) for path in paths]
+    _check_one_packing(paths, sidecars)
+    info = sidecars[0].info
+    sums = {source.id: np.zeros(3, np.int64) for source in info.sources}
+    for sidecar in sidecars:
+        for index, source in enumerate(info.sources):
+            mine = sidecar.source_index == index
+            sums[source.id] += [sidecar.lengths[mine].sum(), mine.sum(), sidecar.n_bytes[mine].sum()]
+    shards = [
+        ShardEntry(
+            index=index,
+            path=path.name,
+            n_tokens=sidecar.n_tokens,
+            sha256=(sha256s or {}).get(path.name) or sha256_file(path),
+            n_eos=len(sidecar.starts),
+        )
+        for index, (path, sidecar) in enumerate(zip(paths, sidecars, strict=True))
+    ]
+    return Manifest(
+        version=MANIFEST_VERSION,
+        **info.model_dump(exclude={"sources"}),
+        total_tokens=sum(shard.n_tokens for shard in shards),
+        total_documents=sum(shard.n_eos for shard in shards),
+        oversized_documents=sum(int((sidecar.lengths > info.shard_size_tokens).sum()) for sidecar in sidecars),
+        shard_count=len(shards),
+        shards_dir=".",
+        shards=shards,
+        sources={
+            source.id: SourceEntry(weight=source.weight, tokens=int(t), documents=int(d), bytes=int(b))
+            for source in info.sources
+            for t, d, b in [sums[source.id]]
+        },
+    )
+
+
+def _check_one_packing(paths: list[Path], sidecars: list[Sidecar]) -> None:
+    seen: dict[str, set[int]] = defaultdict(set)
+    for path, sidecar in zip(paths, sidecars, strict=True):
+        if sidecar.info != sidecars[0].info:
+            raise UserError(f"{path} belongs to another packing than {paths[0].name}; pack the corpus again")
+        if path.stat().st_size != sidecar.n_tokens * TOKEN_BYTES:
+            raise UserError(f"{path} has {path.stat().st_size} bytes, but its sidecar says {sidecar.n_tokens} tokens")
+        position = sidecar.position
+        if position.index in seen[position.split]:
+            raise UserError(f"{path}: shard {position.index} of the {position.split} split is there twice")
+        seen[position.split].add(position.index)
+    for sidecar in sidecars:
+        missing = set(range(sidecar.position.count)) - seen[sidecar.position.split]
+        if missing:
+            raise UserError(
+                f"{paths[0].parent}: shard {min(missing)} of {sidecar.position.count} of the {sidecar.position.split} "
+                "split is not there; pack the corpus again"
+            )

@@ -1,0 +1,186 @@
+"""Writing shards: ids checked on the way, whole files only, and no lost work when the process is killed.
+
+A shard in progress lies in `shard_NNNNN.bin.tmp`. Every few megabytes it is flushed to disk and a small state file
+beside it (`.progress`) records how many documents are safe. A new writer for the same shard and key cuts the temporary
+file back to that point and goes on from there; anything else starts over. The final rename makes the shard appear whole.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from shared_data.errors import UserError
+from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, write_atomic
+from shared_data.manifest import (
+    TOKEN_BYTES,
+    TOKEN_DTYPE,
+    CorpusInfo,
+    Manifest,
+    Position,
+    Sidecar,
+    build_manifest,
+    sidecar_bytes,
+    sidecar_path,
+)
+
+CHECKPOINT_BYTES = 8 << 20
+
+
+def shard_name(index: int) -> str:
+    """File name of a shard: shard_00000.bin, shard_00001.bin, ..."""
+    return f"shard_{index:05d}.bin"
+
+
+def check_document(ids: np.ndarray, *, vocab_size: int, eos_token_id: int, where: str) -> None:
+    """Refuse a document that would damage a shard.
+
+    Args:
+        ids: the document, EOS included, uint32 (n,).
+
+    Raises:
+        UserError: it does not end with EOS, or another id is not below vocab_size.
+    """
+    if len(ids) == 0 or ids[-1] != eos_token_id:
+        raise UserError(f"{where}: a document does not end with the EOS id {eos_token_id}")
+    if len(ids) > 1 and (largest := int(ids[:-1].max())) >= vocab_size:
+        raise UserError(f"{where}: token id {largest} is not below vocab_size ({vocab_size})")
+
+
+@dataclass
+class ShardWriter:
+    """Writes one shard and its sidecar; the documents' lengths and sources are known before the first is written."""
+
+    path: Path
+    info: CorpusInfo
+    position: Position
+    lengths: np.ndarray
+    """Tokens of each document, EOS included, (N,)."""
+    source_index: np.ndarray
+    n_bytes: np.ndarray
+    key: str = ""
+    """Fingerprint of the content: progress made under another key is not resumed."""
+    done: int = field(default=0, init=False)
+    """Documents written and safe, or resumed: the caller's next document."""
+
+    def __post_init__(self) -> None:
+        assert len(self.lengths) == len(self.source_index) == len(self.n_bytes) > 0
+        self._ends = np.cumsum(self.lengths, dtype=np.int64)
+        self._temporary = self.path.with_name(self.path.name + TEMPORARY_SUFFIX)
+        self._progress = self.path.with_suffix(".progress")
+        self._digest = hashlib.sha256()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._temporary, "r+b" if self._temporary.exists() else "w+b")  # noqa: SIM115 (closed by finish or abandon)
+        self._resume()
+        self._last_checkpoint = self._file.tell()
+
+    def _resume(self) -> None:
+        """Go to the end of what a killed process left safe, and drop the rest."""
+        try:
+            progress = json.loads(self._progress.read_text())
+            documents = int(progress["documents"]) if progress["key"] == self.key and self.key else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            documents = 0
+        n_bytes = int(self._ends[documents - 1]) * TOKEN_BYTES if 0 < documents <= len(self._ends) else 0
+        if n_bytes and os.fstat(self._file.fileno()).st_size >= n_bytes:
+            left = n_bytes
+            while left and (chunk := self._file.read(min(left, CHECKPOINT_BYTES))):
+                self._digest.update(chunk)
+                left -= len(chunk)
+            self.done = documents
+        else:
+            n_bytes = 0
+        self._file.truncate(n_bytes)
+        self._file.seek(n_bytes)
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append the next document, EOS included."""
+        check_document(ids, vocab_size=self.info.vocab_size, eos_token_id=self.info.eos_token_id, where=str(self.path))
+        assert len(ids) == self.lengths[self.done], "the document is not the one that was planned"
+        content = ids.astype(TOKEN_DTYPE, copy=False).tobytes()
+        self._digest.update(content)
+        self._file.write(content)
+        self.done += 1
+        if self._file.tell() - self._last_checkpoint >= CHECKPOINT_BYTES and self.key:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            write_atomic(self._progress, json.dumps({"key": self.key, "documents": self.done}))
+            self._last_checkpoint = self._file.tell()
+
+    def finish(self) -> str:
+        """Make the shard and its sidecar appear; returns the shard's SHA-256."""
+        assert self.done == len(self.lengths), "not every planned document was added"
+        sidecar = Sidecar(
+            starts=self._ends - self.lengths,
+            source_index=self.source_index,
+            n_bytes=self.n_bytes,
+            n_tokens=int(self._ends[-1]),
+            info=self.info,
+            position=self.position,
+        )
+        write_atomic(sidecar_path(self.path), sidecar_bytes(sidecar))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self.path)
+        self._progress.unlink(missing_ok=True)
+        fsync_folder(self.path.parent)
+        return self._digest.hexdigest()
+
+    def abandon(self) -> None:
+        """Close without finishing; what is safe can be resumed."""
+        self._file.close()
+
+
+def split_into_shards(lengths: np.ndarray, shard_size_tokens: int) -> list[slice]:
+    """Cut a sequence of documents into shards of whole documents.
+
+    A shard is closed when the next document would make it longer than `shard_size_tokens`. A document longer than that
+    has a shard of its own.
+    """
+    slices, begin, size = [], 0, 0
+    for index, length in enumerate(lengths.tolist()):
+        if index > begin and size + length > shard_size_tokens:
+            slices.append(slice(begin, index))
+            begin, size = index, 0
+        size += length
+    return [*slices, slice(begin, len(lengths))] if len(lengths) else slices
+
+
+def write_corpus(
+    folder: Path,
+    info: CorpusInfo,
+    documents: Iterable[tuple[Sequence[int] | np.ndarray, int, int]],
+    split: str = "train",
+) -> Manifest:
+    """Write a small corpus that is at hand in memory.
+
+    Args:
+        folder: where shards, sidecars and manifest go.
+        info: what holds for the whole corpus.
+        documents: (ids without EOS, index of the source, UTF-8 bytes of the text) of each document, in order.
+        split: "train" or "validation".
+    """
+    listed = [(np.array([*ids, info.eos_token_id], TOKEN_DTYPE), source, size) for ids, source, size in documents]
+    lengths = np.array([len(ids) for ids, _, _ in listed], np.int64)
+    slices = split_into_shards(lengths, info.shard_size_tokens)
+    hashes = {}
+    for index, part in enumerate(slices):
+        writer = ShardWriter(
+            path=folder / shard_name(index),
+            info=info,
+            position=Position.model_validate({"split": split, "index": index, "count": len(slices)}),
+            lengths=lengths[part],
+            source_index=np.array([source for _, source, _ in listed[part]], np.int32),
+            n_bytes=np.array([size for _, _, size in listed[part]], np.int64),
+        )
+        for ids, _, _ in listed[part]:
+            writer.add(ids)
+        hashes[shard_name(index)] = writer.finish()
+    manifest = build_manifest(folder, hashes)
+    manifest.write(folder)
+    return manifest
