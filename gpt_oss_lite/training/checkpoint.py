@@ -6,9 +6,10 @@
     rng_step_N.pt              every random number generator
     meta_step_N.json           step, position, model config; size and SHA-256 of the four others
 
-Each file is written to a temporary name, fsynced and renamed; meta comes last. A step is complete only when meta and all
-that it names are there in the right size, and loading compares the hashes too: a torn write is never taken for a checkpoint,
-and a flipped byte never reaches a model. The .pt files hold tensors, numbers and strings, and load with weights_only=True.
+Each file is written to a temporary name, fsynced and renamed; meta comes last. A step is complete only when meta and
+all that it names are there in the right size, and loading compares the hashes too: a torn write is never taken for a
+checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors, numbers and strings, and load with
+weights_only=True.
 """
 
 import hashlib
@@ -98,7 +99,9 @@ class CheckpointManager:
             well_formed = digest == _digest(meta) and meta["step"] == step and meta["format"] == FORMAT_VERSION
         except FileNotFoundError:
             steps = ", ".join(map(str, self.list_checkpoints())) or "none"
-            raise DamagedCheckpoint(f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})") from None
+            raise DamagedCheckpoint(
+                f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             well_formed = False
         if not well_formed:
@@ -117,7 +120,9 @@ class CheckpointManager:
             if not path.is_file() or path.stat().st_size != about["size"]:
                 raise DamagedCheckpoint(f"{path} is missing or incomplete; choose another step")
             if sha256_file(path) != about["sha256"]:
-                raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step")
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step"
+                )
         return meta
 
     # Saving
@@ -269,8 +274,8 @@ def _digest(meta: dict[str, Any]) -> str:
 def _atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path for writers that open files by name: fsynced and renamed when the block ends without an error.
 
-    `shared_data.files.atomic_writer` hands out an open file; safetensors replaces the file behind a name, so an fsync through
-    a descriptor opened before would reach the wrong one.
+    `shared_data.files.atomic_writer` hands out an open file; safetensors replaces the file behind a name, so an fsync
+    through a descriptor opened before would reach the wrong one.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -319,7 +324,9 @@ def load_model(
     try:
         config = ModelConfig(**manager.meta(step)["model"])
     except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})") from None
+        raise UserError(
+            f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"
+        ) from None
     model = GPTOSS(config)
     meta = manager.load(model, step)
     return model.to(device).eval(), meta

@@ -1,8 +1,9 @@
 """Which windows a step trains on: a pure function of the seed and the position, with no state to lose.
 
-The stream of windows is the concatenation of one permutation per epoch. A position counts windows from the start of that
-stream; step s of B windows takes [B s, B s + B), plus an offset after a rollback. Neither loader workers nor micro-batches
-nor ranks change the stream, and an epoch's last windows are not dropped: a step may take its windows from two epochs.
+The stream of windows is the concatenation of one permutation per epoch. A position counts windows from the start of
+that stream; step s of B windows takes [B s, B s + B), plus an offset after a rollback. Neither loader workers nor
+micro-batches nor ranks change the stream, and an epoch's last windows are not dropped: a step may take its windows from
+two epochs.
 """
 
 from collections.abc import Iterator
@@ -43,8 +44,8 @@ class DataOrder:
 
 @lru_cache(maxsize=2)
 def _permutation(n_windows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    # Generator.permutation may change between releases of NumPy; the raw stream of a bit generator may not, and sorting by
-    # random 64-bit keys is a uniform permutation but for ties, which the stable sort settles by index.
+    # Generator.permutation may change between releases of NumPy; the raw stream of a bit generator may not, and sorting
+    # by random 64-bit keys is a uniform permutation but for ties, which the stable sort settles by index.
     keys = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_windows)
     permutation = np.argsort(keys, kind="stable")
     permutation.flags.writeable = False

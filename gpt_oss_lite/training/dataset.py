@@ -1,8 +1,8 @@
 """Windows of token ids from a prepared corpus: a folder with manifest.json and shards, or one file.
 
-Window i holds tokens [i T, i T + T + 1): its input is all but the last, its target all but the first. A window may cross
-shards. Each shard is mapped once, when a window first needs it; the mapping keeps no file descriptor, so a corpus may have
-more shards than the process may open files.
+Window i holds tokens [i T, i T + T + 1): its input is all but the last, its target all but the first. A window may
+cross shards. Each shard is mapped once, when a window first needs it; the mapping keeps no file descriptor, so a corpus
+may have more shards than the process may open files.
 """
 
 import errno
@@ -24,7 +24,7 @@ from shared_data.errors import UserError
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, Manifest
 
 PREPARE_COMMAND = "python data/prepare_data.py --stage pretrain"
-# What torch.save writes is a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
+# torch.save writes a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
 TENSOR_FILE_MAGIC = b"PK\x03\x04"
 
 # Ids are read before the first step up to this many tokens; every window's ids are checked when it is loaded besides.
@@ -34,7 +34,7 @@ Ids = npt.NDArray[np.uint32]
 
 
 def resolve_data_path(path: str | Path) -> Path:
-    """Where a corpus lies: the path itself, or under $LLM_DATA_ROOT in place of its leading `data/` when it is not there.
+    """Where a corpus lies: the path itself, or, when it is not there, $LLM_DATA_ROOT in place of its leading `data/`.
 
     Raises:
         FileNotFoundError: neither exists; the message names the command that prepares the corpus.
@@ -95,7 +95,8 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a corpus. `len` counts them; indexing gives (input, target), each (T,) int64.
 
     Args:
-        path: folder with manifest.json and shards; or one file, raw little-endian uint32 ids or a tensor that torch.save wrote.
+        path: folder with manifest.json and shards; or one file, raw little-endian uint32 ids or a tensor that
+            torch.save wrote.
         max_seq_len: T, tokens of a window.
         vocab_rows: rows of the model's embedding; a window with an id beyond them raises. None: any id.
 
@@ -122,7 +123,8 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         self._n_windows = max(0, (self.total_tokens - 1) // max_seq_len)
         if self._n_windows == 0:
             raise UserError(
-                f"{self.path}: {self.total_tokens} tokens, but one window takes {max_seq_len + 1} (model.max_seq_len + 1)"
+                f"{self.path}: {self.total_tokens} tokens, but one window takes {max_seq_len + 1} "
+                "(model.max_seq_len + 1)"
             )
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What tells this corpus from another: tokens, and a digest of the shards' own digests (of one file: of its bytes)."""
+        """What tells this corpus from another: its tokens, and a digest of the shards' digests or of the one file."""
         if self.manifest is not None:
             digests = "\n".join(f"{shard.n_tokens} {shard.sha256}" for shard in self.manifest.shards)
             return {"total_tokens": self.total_tokens, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
@@ -190,8 +192,8 @@ def _open_file(path: Path) -> _Tokens:
         return _TensorFile(path)
     if size == 0 or size % TOKEN_BYTES:
         raise UserError(
-            f"{path}: {size} bytes; a corpus in one file is uint32 ids (a multiple of {TOKEN_BYTES} bytes, not 0) or a tensor "
-            "that torch.save wrote"
+            f"{path}: {size} bytes; a corpus in one file is uint32 ids (a multiple of {TOKEN_BYTES} bytes, not 0) or a "
+            "tensor that torch.save wrote"
         )
     return _MappedShard(path, size // TOKEN_BYTES)
 
@@ -213,14 +215,16 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
     """Hold a corpus against the model before the first step.
 
     Raises:
-        UserError: an id, the EOS, the pad id or the vocabulary does not fit, or the mixture is another; names both values.
+        UserError: an id, the EOS, the pad id or the vocabulary does not fit, or the mixture is another; names both
+            values.
     """
     manifest = dataset.manifest
     rows = model.embedding_rows
     if manifest is not None:
         where = dataset.path / MANIFEST_NAME
         advice = "Set padded_vocab_size, or prepare the corpus with another tokenizer."
-        have = f"the model has {rows} rows (model.vocab_size {model.vocab_size}, padded_vocab_size {model.padded_vocab_size})"
+        keys = f"model.vocab_size {model.vocab_size}, model.padded_vocab_size {model.padded_vocab_size}"
+        have = f"the model has {rows} rows ({keys})"
         for key in ("eos_token_id", "pad_token_id"):
             value = getattr(manifest, key)
             if value >= rows:

@@ -1,8 +1,8 @@
 """Held-out loss: nats per token, perplexity, and bits per byte, overall and per source.
 
-Bits per byte compares models with different tokenizers: the summed loss in bits over the UTF-8 bytes of the text that it
-covers. The bytes come from the sidecar beside each shard (`shard_NNNNN.idx`). A document's bytes are spread evenly over its
-tokens, its EOS included, so that a document scored whole counts exactly its bytes.
+Bits per byte compares models with different tokenizers: the summed loss in bits over the UTF-8 bytes of the text that
+it covers. The bytes come from the sidecar beside each shard (`shard_NNNNN.idx`). A document's bytes are spread evenly
+over its tokens, its EOS included, so that a document scored whole counts exactly its bytes.
 
 Shapes: B micro-batch, T positions, D width.
 """
@@ -52,8 +52,11 @@ class Score:
     def as_dict(self) -> dict[str, float | int | None]:
         """The figures as events.jsonl and --json show them."""
         return {
-            "loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens,
-        }  # fmt: skip
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
 
 
 @dataclass

@@ -11,8 +11,8 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def set_knobs(deterministic: bool) -> dict[str, Any]:
     """Set the switches and return what PyTorch then says they are.
 
-    TF32 for fp32 products (the router computes outside it), cuDNN's search over all of its algorithms, cuBLASLt, float32
-    precision "high". `preferred_blas_library` is a function: assigning to it, as is often seen, sets nothing.
+    TF32 for fp32 products (the router computes outside it), cuDNN's search over all of its algorithms, cuBLASLt,
+    float32 precision "high". `preferred_blas_library` is a function: assigning to it, as is often seen, sets nothing.
 
     Args:
         deterministic: no search (its choice may differ between runs), and deterministic algorithms only.
@@ -33,7 +33,7 @@ def set_knobs(deterministic: bool) -> dict[str, Any]:
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "cudnn.benchmark_limit": torch.backends.cudnn.benchmark_limit,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "blas": torch.backends.cuda.preferred_blas_library().name.lower(),
+        "blas": str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower(),
     }
 
 

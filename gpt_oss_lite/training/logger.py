@@ -1,7 +1,7 @@
 """metrics.jsonl, events.jsonl and the console line; tokens per second over the time since the last row.
 
-A row is one JSON object on one line, appended and flushed. Rows after a checkpoint are cut when a run goes back to it, so
-that metrics.jsonl has one row a logged step. events.jsonl is the run's history and only grows.
+A row is one JSON object on one line, appended and flushed. Rows after a checkpoint are cut when a run goes back to it,
+so that metrics.jsonl has one row a logged step. events.jsonl is the run's history and only grows.
 """
 
 import json

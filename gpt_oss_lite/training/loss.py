@@ -1,9 +1,9 @@
 """Next-token cross-entropy without the logits: head and loss are one operation over chunks of tokens.
 
-A head of 128,256 rows makes 8.4 GB of bf16 logits from a micro-batch of 8 x 4,096 tokens. Here each chunk's logits are made,
-turned in place into their own gradient, multiplied out into the gradients of hidden states and head, and dropped, all in
-the forward pass; the backward pass only scales. The idea is that of Liger Kernel (Hsu et al., 2024) and Cut Cross-Entropy
-(Wijmans et al., 2024).
+A head of 128,256 rows makes 8.4 GB of bf16 logits from a micro-batch of 8 x 4,096 tokens. Here each chunk's logits are
+made, turned in place into their own gradient, multiplied out into the gradients of hidden states and head, and dropped,
+all in the forward pass; the backward pass only scales. The idea is that of Liger Kernel (Hsu et al., 2024) and Cut
+Cross-Entropy (Wijmans et al., 2024).
 
 Shapes: B micro-batch, T positions, D width, V vocabulary rows, N = B * T tokens, C tokens of a chunk.
 """
@@ -21,7 +21,7 @@ MAX_CHUNK_LOGITS = 2**31 - 1
 
 
 class ChunkKernel(Protocol):
-    """What turns one chunk of logits into its loss and, in place, into its gradient. A faster one may replace the plain one."""
+    """What turns one chunk of logits into its loss and, in place, its gradient; a faster one may replace the plain."""
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
         """Cross-entropy of each token, (C,) fp32, 0 where ignored; logits_CV becomes d(sum of losses) / d(logits)."""
@@ -35,7 +35,7 @@ def plain_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, 
     target_logit_C1 = logits_CV.gather(1, index_C1) - max_C1
     logits_CV.sub_(max_C1).exp_()
     sum_C1 = logits_CV.sum(dim=-1, keepdim=True)
-    # A row holding NaN or infinity must give NaN, not vanish: its loss stays NaN below, and `where` keeps ignored rows out.
+    # A row with a NaN or an infinity has a NaN loss, as it must; `where` keeps such a row out only if it is ignored.
     losses_C = (sum_C1.log() - target_logit_C1).squeeze(1).where(valid_C, 0.0)
     if with_gradient:
         logits_CV.div_(sum_C1)
@@ -158,7 +158,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy of finished logits, equal to F.cross_entropy's, summed in fp32 over chunks.
 
-    For code that has logits already. It bounds the temporary of one chunk, not the logits; training uses `head_cross_entropy`.
+    For code that has logits already. It bounds the temporary of one chunk, not the logits; training uses
+    `head_cross_entropy`.
 
     Args:
         logits: (..., V), any float dtype.

@@ -1,12 +1,12 @@
 """The NaN guard: counts non-finite micro-batches without stopping the device, and says when to go back.
 
 Each micro-batch of a step has one flag, made on the device. A step with a flag set is skipped whole there (see
-`optimizer.update_unless`); the host reads the flags a few steps later, when they have long arrived. A non-finite gradient
-norm with finite losses flags all of its step's micro-batches.
+`optimizer.update_unless`); the host reads the flags a few steps later, when they have long arrived. A non-finite
+gradient norm with finite losses flags all of its step's micro-batches.
 
-After `max_consecutive` flags in a row the run goes back to its newest good checkpoint, and passes over the windows up to
-the last flagged micro-batch of the step that made the count full. What is decided depends on the flags alone, never on
-when they are read: a resumed run decides as the unbroken one did.
+After `max_consecutive` flags in a row the run goes back to its newest good checkpoint, and passes over the windows up
+to the last flagged micro-batch of the step that made the count full. What is decided depends on the flags alone, never
+on when they are read: a resumed run decides as the unbroken one did.
 
 Shapes: A micro-batches of a step.
 """
@@ -67,13 +67,12 @@ class NanGuard:
     Args:
         max_consecutive: flags in a row that send the run back.
         micro_batch_size: windows of a micro-batch.
-        streak: flags in a row up to where the run starts, from its checkpoint.
     """
 
-    def __init__(self, max_consecutive: int, micro_batch_size: int, streak: int = 0) -> None:
+    def __init__(self, max_consecutive: int, micro_batch_size: int) -> None:
         self._max_consecutive = max_consecutive
         self._micro_batch_size = micro_batch_size
-        self.streak = streak
+        self.streak = 0
         self._pending: deque[_Pending] = deque()
 
     def record(self, step: int, position: int, flags_A: Tensor) -> None:
@@ -97,9 +96,9 @@ class NanGuard:
                 return Verdict(skipped, end)
         return Verdict(skipped, None)
 
-    def reset(self) -> None:
-        """Forget everything, for a run that has gone back."""
-        self.streak = 0
+    def reset(self, streak: int) -> None:
+        """Start over with a count, for a run that went to a checkpoint."""
+        self.streak = streak
         self._pending.clear()
 
     def _count(self, pending: _Pending, skipped: list[SkippedStep]) -> int | None:

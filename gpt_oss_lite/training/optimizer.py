@@ -14,8 +14,8 @@ from gpt_oss_lite.training.schedule import make_multiplier
 def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Split the parameters into decayed and not decayed ones, by name; each parameter appears once, tied ones included.
 
-    Matrices decay. The embedding does not, since it is also the head and decay would shrink the logits; nor does anything of
-    one dimension: norm gains, biases and sinks.
+    Matrices decay. The embedding does not, since it is also the head and decay would shrink the logits; nor does
+    anything of one dimension: norm gains, biases and sinks.
 
     Returns:
         (decayed, not decayed), each in the model's order.
@@ -64,11 +64,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 
 def update_unless(skip: Tensor, optimizer: AdamW) -> None:
-    """Step the optimizer unless `skip` (scalar bool on the model's device); a skipped step leaves weights, moments and the
-    optimizer's step counts bitwise as they were.
+    """Step the optimizer unless `skip` (scalar bool on the model's device); a skipped step leaves weights, moments and
+    the optimizer's step counts bitwise as they were.
 
-    Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. On CUDA the fused kernel reads
-    the flag itself, through the attribute that PyTorch's GradScaler uses, so the host does not wait.
+    Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. On CUDA the fused kernel
+    reads the flag itself, through the attribute that PyTorch's GradScaler uses, so the host does not wait.
     """
     if optimizer.defaults["fused"]:
         optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]

@@ -3,29 +3,277 @@
     windows -> model.hidden_states -> head_cross_entropy -> backward, x accumulation
             -> finite check on the device -> clip -> optimizer -> schedule -> log, evaluate, save when due
 
-A step is a function of the run's state and the data alone. Everything that a run may be stopped and resumed with is in
-`RunState` and in what a checkpoint holds; everything that it records lies in one folder (see `run_folder`).
+A step is a function of the run's state and the data alone. All that a run can be stopped and gone on with is in
+`RunState` and in what a checkpoint holds; all that it records lies in one folder (`run_folder`).
 
-Shapes: B micro-batch, T positions, A micro-batches of a step.
+Shapes: B micro-batch, T positions, D width, A micro-batches of a step.
 """
 
+import resource
+import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gpt_oss_lite.training.compile import Forward
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.evaluation import evaluate
+from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
-from gpt_oss_lite.training.nan_guard import micro_batch_flags
-from gpt_oss_lite.training.optimizer import clip_gradients, fill_missing_gradients, gradient_norm, update_unless
-from gpt_oss_lite.training.run import PretrainOptions, Run, open_run
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
+from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
+from gpt_oss_lite.training.run import (
+    MicroBatch,
+    PretrainOptions,
+    Run,
+    open_run,
+    plan_run,
+    restore_checkpoint,
+    restore_start,
+)
+from gpt_oss_lite.training.run_folder import locked
 from gpt_oss_lite.training.stop import StopRequest
 from shared_data.console import say
+from shared_data.errors import UserError
+
+__all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
 EXIT_DONE = 0
 EXIT_STOPPED = 3
 EXIT_NAN_GUARD = 4
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step gives to the log; tensors stay on the device until a row is written."""
+
+    ce: Tensor
+    """Cross-entropy, mean over the step's valid targets, fp32 scalar."""
+    aux: Tensor
+    """Load-balancing loss, mean over the step's micro-batches, fp32 scalar."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, fp32 scalar."""
+    lr: float
+    """Rate that the update used."""
+    expert_load: Tensor
+    """Share of a layer's token-slots by expert, (layers, experts) fp32, mean over the micro-batches."""
+    router_entropy: Tensor
+    """Mean entropy of the routers in nats, (layers,) fp32, mean over the micro-batches."""
+
+
+def pretrain(options: PretrainOptions) -> int:
+    """Train as a recipe says.
+
+    Returns:
+        0 done, 3 stopped by a signal or the time limit after a save, 4 given up by the NaN guard.
+
+    Raises:
+        UserError, OSError: bad input; nothing has been written then.
+    """
+    plan = plan_run(options)
+    with locked(plan.folder), StopRequest(options.max_hours) as stop:
+        return train(open_run(plan), stop)
+
+
+def train(run: Run, stop: StopRequest) -> int:
+    """Step until the run's last step, a request to stop, or the NaN guard ends it; the exit code."""
+    training, state = run.recipe.training, run.state
+    if state.step >= run.stop_step:
+        say(f"step {state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
+        return EXIT_DONE
+    if state.step == 0:
+        evaluate_now(run)
+    run.throughput.read()
+    while run.state.step < run.stop_step:
+        figures = train_step(run)
+        step = run.state.step
+        reason = stop.reason
+        last = step == run.stop_step
+        saving = last or reason is not None or step % training.save_interval == 0
+
+        verdict = run.guard.read(everything=saving)
+        report_skips(run, verdict.skipped)
+        if verdict.resume_position is not None:
+            if run.state.rollbacks >= training.nan_guard_max_rollbacks:
+                return give_up(run, verdict.skipped)
+            roll_back(run, verdict.resume_position)
+            continue
+        run.state.streak = run.guard.streak
+
+        if step == 1 or last or step % training.log_interval == 0:
+            log_step(run, figures)
+        if training.eval_interval and (last or step % training.eval_interval == 0):
+            evaluate_now(run)
+        if saving:
+            save(run)
+        if reason is not None and not last:
+            say(f"stopped by {reason} after step {step}; go on with --resume latest")
+            run.logger.event("stop", step, reason=reason)
+            return EXIT_STOPPED
+    run.logger.event("done", run.state.step)
+    say(f"done: {run.state.step} steps in {run.folder}")
+    return EXIT_DONE
+
+
+def train_step(run: Run) -> StepFigures:
+    """One optimizer step over A micro-batches: their gradients, the finite check, clipping, the update, the
+    schedule."""
+    training, state = run.recipe.training, run.state
+    batches = next_micro_batches(run)
+    # Known before the first backward pass, so that accumulation gives the gradient of the step's mean, whatever its
+    # parts.
+    n_valid = max(1, sum(int((targets_BT != IGNORE_INDEX).sum()) for _, targets_BT in batches))
+    losses, ces, stats = zip(*(micro_batch(run, batch, n_valid) for batch in batches), strict=True)
+
+    parameters = list(run.model.parameters())
+    norm = gradient_norm(parameters)
+    flags_A = micro_batch_flags(torch.stack(losses), norm)
+    clip_gradients(parameters, training.grad_clip, norm)
+    lr = float(run.scheduler.get_last_lr()[0])
+    if training.nan_guard:
+        update_unless(flags_A.any(), run.optimizer)
+        run.guard.record(state.step + 1, run.position, flags_A)
+    else:
+        run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    run.throughput.count(run.windows_per_step * run.recipe.model.max_seq_len)
+    return StepFigures(
+        ce=torch.stack(ces).sum(),
+        aux=torch.stack([stat.aux.detach() for stat in stats]).mean(),
+        grad_norm=norm,
+        lr=lr,
+        expert_load=torch.stack([stat.expert_load for stat in stats]).mean(dim=0),
+        router_entropy=torch.stack([stat.entropy for stat in stats]).mean(dim=0),
+    )
+
+
+def next_micro_batches(run: Run) -> list[MicroBatch]:
+    """The step's micro-batches, on the CPU."""
+    try:
+        with run.throughput.waiting():
+            return [next(run.batches) for _ in range(run.recipe.training.gradient_accumulation_steps)]
+    except UserError as error:
+        # A loader's worker hands on its error with its traceback in the message; the last line is ours.
+        raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
+
+
+def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tensor, Any]:
+    """Forward and backward pass of one micro-batch; gradients add up in the parameters.
+
+    Args:
+        batch: input and target, each (B, T) int64.
+        n_valid: valid targets of the whole step.
+
+    Returns:
+        Its share of the step's loss and of its cross-entropy, detached scalars, and the RouterStats.
+    """
+    training = run.recipe.training
+    ids_BT, targets_BT = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+    document_ids_BT = document_ids_of(ids_BT, run.dataset, run.recipe.model)
+    with autocast(run.device, run.recipe.model.dtype):
+        h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
+        ce_sum = head_cross_entropy(h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size)
+    ce = ce_sum / n_valid
+    routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
+    loss = ce + routing / training.gradient_accumulation_steps
+    loss.backward()
+    return loss.detach(), ce.detach(), stats
+
+
+def log_step(run: Run, figures: StepFigures) -> None:
+    """Write the row of the last step; the only place where the host waits for a step's figures."""
+    recipe, step = run.recipe, run.state.step
+    ce, aux, grad_norm = torch.stack([figures.ce, figures.aux, figures.grad_norm]).tolist()
+    tokens_per_s, steps_per_s, data_wait_s = run.throughput.read()
+    row = {
+        "step": step,
+        "tokens": step * run.windows_per_step * recipe.model.max_seq_len,
+        "ce": ce,
+        "aux": aux,
+        "grad_norm": grad_norm,
+        "lr": figures.lr,
+        "tokens_per_s": tokens_per_s,
+        "mfu": mfu(tokens_per_s, recipe.model, recipe.model.max_seq_len, run.peak_flops),
+        "memory_gib": peak_memory_gib(run.device),
+        "data_wait_s": data_wait_s,
+        "epoch": run.order.epoch(run.position - 1),
+        "position": run.position,
+        "time": time.time(),
+        "expert_load": figures.expert_load.tolist(),
+        "router_entropy": figures.router_entropy.tolist(),
+    }
+    run.logger.log(row, run.stop_step, (run.stop_step - step) / steps_per_s)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of allocated device memory, or of the process's resident memory on the CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def evaluate_now(run: Run) -> None:
+    """Score the validation corpus, where the recipe has one, and record it as an event."""
+    if run.validation is None:
+        return
+    training, step = run.recipe.training, run.state.step
+    with run.throughput.paused():
+        evaluation = evaluate(
+            run.model,
+            run.validation,
+            max_windows=training.eval_windows,
+            micro_batch_size=training.micro_batch_size,
+            chunk_size=training.loss_chunk_size,
+            label=f"evaluate step {step}",
+        )
+    run.logger.event("eval", step, **evaluation.as_dict())
+    bpb = evaluation.total.bits_per_byte
+    say(f"eval {step:>6} | loss {evaluation.total.loss:.4f} | bits per byte {'n/a' if bpb is None else f'{bpb:.4f}'}")
+
+
+def save(run: Run) -> None:
+    """Write the checkpoint of the last step."""
+    started = time.perf_counter()
+    with run.throughput.paused():
+        run.checkpoints.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
+    run.logger.event("save", run.state.step, seconds=time.perf_counter() - started)
+
+
+def report_skips(run: Run, skipped: list[SkippedStep]) -> None:
+    """Record the steps that the NaN guard skipped."""
+    for skip in skipped:
+        run.logger.event("skip", skip.step, position=skip.position, micro_batches=skip.micro_batches)
+        say(f"warning: step {skip.step} skipped: non-finite loss or gradient in micro-batches {skip.micro_batches}")
+
+
+def roll_back(run: Run, resume_position: int) -> None:
+    """Go back to the newest good checkpoint, or the start, and pass over the windows up to `resume_position`."""
+    from_step, rollbacks = run.state.step, run.state.rollbacks + 1
+    good = run.checkpoints.newest_good(at_most=from_step)
+    if good is None:
+        restore_start(run)
+    else:
+        restore_checkpoint(run, good)
+    run.state.offset = resume_position - run.state.step * run.windows_per_step
+    run.state.rollbacks = rollbacks
+    run.state.streak = 0
+    run.guard.reset(0)
+    run.logger.cut(run.state.step)
+    run.logger.event("rollback", run.state.step, from_step=from_step, position=run.position, rollbacks=rollbacks)
+    say(f"warning: too many non-finite micro-batches: back to step {run.state.step}, on from window {run.position:,}")
+    run.open_stream()
+
+
+def give_up(run: Run, skipped: list[SkippedStep]) -> int:
+    """Record that the NaN guard has no rollback left; the exit code."""
+    last = skipped[-1]
+    run.logger.event("give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position)
+    say(
+        f"error: non-finite losses again at step {last.step}, from window {last.position} of the stream, after "
+        f"{run.state.rollbacks} rollbacks (training.nan_guard_max_rollbacks); see {run.checkpoints.folder}"
+    )
+    return EXIT_NAN_GUARD

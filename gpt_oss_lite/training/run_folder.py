@@ -1,8 +1,8 @@
 """A run's folder: which one a command means, what it records, and whether it may go on with what is asked now.
 
-    RUN/config.yaml     the recipe as resolved
-    RUN/run.json        seed, corpus, what the weights were started from, versions
-    RUN/metrics.jsonl   RUN/events.jsonl   RUN/checkpoints/
+RUN/config.yaml     the recipe as resolved
+RUN/run.json        seed, corpus, what the weights were started from, versions
+RUN/metrics.jsonl   RUN/events.jsonl   RUN/checkpoints/
 """
 
 import fcntl
@@ -74,7 +74,9 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     if _holds_run(out):
         if resume.wanted:
             return out, True
-        raise UserError(f"{out} already holds a run: go on with it (--resume latest), or start another (--out elsewhere)")
+        raise UserError(
+            f"{out} already holds a run: go on with it (--resume latest), or start another (--out elsewhere)"
+        )
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - START_FILES):
         raise UserError(f"{out} is not an empty folder, and holds no run; choose another --out")
     if resume.wanted and not resume.auto:
@@ -118,7 +120,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     raise UserError(f"{path} is damaged: it must hold seed, corpus and init_from")
 
 
-def check_unchanged(folder: Path, recipe: Recipe, seed: int | None, corpus: dict[str, Any], allow_changed: bool) -> None:
+def check_unchanged(
+    folder: Path, recipe: Recipe, seed: int | None, corpus: dict[str, Any], allow_changed: bool
+) -> None:
     """Refuse to go on with another recipe, seed or corpus than the run was started with.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Learning-rate multipliers as functions of the step: each is a closed form, so that a resumed run needs only its step."""
+"""Learning-rate multipliers as functions of the step: each is a closed form, so that a resumed run needs only its
+step."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def make_warmup_constant_lambda(warmup_steps: int) -> Multiplier:
 def make_warmup_stable_decay_lambda(
     warmup_steps: int, total_steps: int, decay_steps: int, min_lr_ratio: float
 ) -> Multiplier:
-    """Linear warm-up from 0, 1, and a linear decay to the floor over the last decay_steps (Hu et al., 2024, MiniCPM)."""
+    """Linear warm-up from 0, 1, and a linear decay to the floor over the last decay_steps (Hu et al., 2024,
+    MiniCPM)."""
 
     def multiplier(step: int) -> float:
         if step < warmup_steps:
@@ -54,8 +56,7 @@ def make_multiplier(config: TrainingConfig) -> Multiplier:
     if config.schedule == "constant":
         return make_warmup_constant_lambda(config.warmup_steps)
     if config.schedule == "wsd":
-        decay_steps = config.decay_steps or max(1, config.total_steps // 10)
         return make_warmup_stable_decay_lambda(
-            config.warmup_steps, config.total_steps, decay_steps, config.min_lr_ratio
+            config.warmup_steps, config.total_steps, config.resolved_decay_steps, config.min_lr_ratio
         )
     return make_warmup_cosine_lambda(config.warmup_steps, config.total_steps, config.min_lr_ratio)

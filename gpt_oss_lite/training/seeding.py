@@ -19,13 +19,18 @@ def seed_everything(seed: int) -> None:
     Raises:
         UserError: the seed is outside [0, 2**32).
     """
-    if not 0 <= seed <= MAX_SEED:
-        raise UserError(f"--seed is {seed}: it must lie between 0 and {MAX_SEED}")
+    check_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.cuda.manual_seed_all(seed)  # queued until CUDA starts; nothing without it
     os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+
+
+def check_seed(seed: int) -> None:
+    """Raise UserError for a seed outside [0, 2**32)."""
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"--seed is {seed}: it must lie between 0 and {MAX_SEED}")
 
 
 def fresh_seed() -> int:

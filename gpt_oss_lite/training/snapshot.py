@@ -39,7 +39,8 @@ def take_snapshot(
     scheduler: LambdaLR | None = None,
     extra_meta: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """What a checkpoint of this instant holds. Tensors on the CPU are the live ones, not copies: write before the next step."""
+    """What a checkpoint of this instant holds. Tensors on the CPU are the live ones, not copies: write before the
+    next step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {}
     for group in optimizer.param_groups:

@@ -37,7 +37,9 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -48,6 +50,7 @@ class StopRequest:
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """For loader workers: a Ctrl-C or a scheduler's SIGTERM reaches the whole group, and the run still needs its data."""
+    """For loader workers: a Ctrl-C or a scheduler's SIGTERM reaches the whole group, and the run still needs its
+    data."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

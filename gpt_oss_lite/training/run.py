@@ -1,0 +1,339 @@
+"""A run: what the command asked for, checked before anything is written, and the live objects that the loop works
+on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from gpt_oss_lite.config import Recipe
+from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
+from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
+from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
+from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+from gpt_oss_lite.training.flops import device_peak_flops
+from gpt_oss_lite.training.knobs import set_knobs
+from gpt_oss_lite.training.logger import Throughput, TrainingLogger
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.nan_guard import NanGuard
+from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
+from gpt_oss_lite.training.run_folder import (
+    ResumeRequest,
+    check_unchanged,
+    choose_run_folder,
+    read_record,
+    record_new_run,
+    resume_step,
+    versions,
+)
+from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
+from gpt_oss_lite.training.snapshot import load_model_tensors
+from gpt_oss_lite.training.stop import ignore_stop_signals
+from shared_data.console import say
+from shared_data.errors import UserError
+
+MicroBatch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions:
+    """What the command line says, one field an option."""
+
+    config: Path
+    out: Path | None = None
+    seed: int | None = None
+    max_steps: int | None = None
+    max_hours: float | None = None
+    overrides: Sequence[str] = ()
+    resume_from: int | None = None
+    resume_latest: bool = False
+    auto_resume: bool = False
+    init_from: Path | None = None
+    accept_no_nan_guard: bool = False
+    allow_changed: bool = False
+
+    @property
+    def resume(self) -> ResumeRequest:
+        """The options that say whether and where to go on."""
+        return ResumeRequest(self.resume_from, self.resume_latest, self.auto_resume)
+
+
+@dataclass
+class RunState:
+    """Where a run stands; a checkpoint's meta holds it."""
+
+    step: int = 0
+    """Finished steps."""
+    offset: int = 0
+    """Windows that rollbacks passed over."""
+    rollbacks: int = 0
+    """Times that the run went back."""
+    streak: int = 0
+    """Non-finite micro-batches in a row up to here."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run and where, checked; nothing is written yet."""
+
+    options: PretrainOptions
+    recipe: Recipe
+    folder: Path
+    resuming: bool
+    dataset: PretrainDataset
+    validation: PretrainDataset | None
+    corpus: dict[str, Any]
+
+
+@dataclass
+class Run:
+    """The live objects of a run."""
+
+    recipe: Recipe
+    folder: Path
+    seed: int
+    init_from: str | None
+    device: torch.device
+    stop_step: int
+    dataset: PretrainDataset
+    validation: PretrainDataset | None
+    order: DataOrder
+    model: GPTOSS
+    forward: Forward
+    optimizer: AdamW
+    scheduler: LambdaLR
+    start_schedule: dict[str, Any]
+    checkpoints: CheckpointManager
+    guard: NanGuard
+    logger: TrainingLogger
+    throughput: Throughput
+    peak_flops: float | None
+    state: RunState
+    batches: Iterator[MicroBatch]
+
+    @property
+    def windows_per_step(self) -> int:
+        """Windows that one step trains on."""
+        return self.recipe.training.micro_batch_size * self.recipe.training.gradient_accumulation_steps
+
+    @property
+    def position(self) -> int:
+        """Windows of the stream that are used up."""
+        return self.state.step * self.windows_per_step + self.state.offset
+
+    def open_stream(self) -> None:
+        """Start loading from the run's position; what was loaded ahead is dropped."""
+        self.batches = open_stream(self.dataset, self.order, self.position, self.recipe, self.device)
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint's meta holds besides its files."""
+        return {
+            "model": self.recipe.model.model_dump(mode="json"),
+            "rope_scale": self.recipe.model.rope_scale,
+            "state": asdict(self.state),
+            "position": self.position,
+            "tokens": self.state.step * self.windows_per_step * self.recipe.model.max_seq_len,
+            "seed": self.seed,
+            "versions": versions(),
+        }
+
+
+def plan_run(options: PretrainOptions) -> Plan:
+    """Read and check everything that can be wrong with a command.
+
+    Raises:
+        UserError, OSError: one line for the person who typed it.
+    """
+    recipe = load_recipe(options.config, options.overrides)
+    _check_options(options, recipe)
+    folder, resuming = choose_run_folder(options.config, options.out, options.resume)
+    if resuming:
+        read_record(folder)
+    rows = recipe.model.embedding_rows
+    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
+    check_corpus(dataset, recipe.model, recipe.data.data_mix)
+    validation = open_validation(recipe, dataset)
+    corpus = dataset.fingerprint()
+    if resuming:
+        check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
+    return Plan(options, recipe, folder, resuming, dataset, validation, corpus)
+
+
+def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
+    resumes = [options.resume_from is not None, options.resume_latest, options.auto_resume]
+    if sum(resumes) > 1:
+        raise UserError("--resume-from, --resume and --auto-resume are given together: choose one")
+    if options.init_from is not None and options.resume.wanted and not options.auto_resume:
+        raise UserError("--init-from starts a new run from another's weights; it does not go with --resume")
+    for name, value in (("--max-steps", options.max_steps), ("--max-hours", options.max_hours)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}: it must be greater than 0")
+    if options.seed is not None:
+        check_seed(options.seed)
+    if options.init_from is not None:
+        checkpoint_folder(options.init_from)
+    if not recipe.training.nan_guard and not options.accept_no_nan_guard:
+        raise UserError(
+            "training.nan_guard is false: non-finite steps would reach the weights. If that is meant, say "
+            "--i-accept-no-nan-guard too"
+        )
+
+
+def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:
+    """The validation corpus; None without evaluation during training.
+
+    Raises:
+        UserError: training.eval_interval asks for one that is not there.
+    """
+    if not recipe.training.eval_interval:
+        return None
+    path = Path(recipe.data.validation_data_path or dataset.path / "validation")
+    if recipe.data.validation_data_path is None and not path.is_dir():
+        raise UserError(
+            f"training.eval_interval is {recipe.training.eval_interval}, but {path} is not there; set "
+            "data.validation_data_path, or training.eval_interval: 0"
+        )
+    validation = PretrainDataset(path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    check_corpus(validation, recipe.model)
+    return validation
+
+
+def open_run(plan: Plan) -> Run:
+    """Build a planned run, new or gone on with, and leave it ready for its next step."""
+    options, recipe, training = plan.options, plan.recipe, plan.recipe.training
+    if not plan.resuming:
+        seed = fresh_seed() if options.seed is None else options.seed
+        record_new_run(plan.folder, recipe, seed, plan.corpus, _init_source(options.init_from))
+    record = read_record(plan.folder)
+    seed = record["seed"]
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    knobs = set_knobs(training.deterministic)
+    seed_everything(seed)
+    model = GPTOSS(recipe.model).to(device)
+    if training.grad_checkpoint:
+        model.enable_gradient_checkpointing(training.grad_checkpoint_every)
+    forward: Forward = model.hidden_states
+    if training.compile and device.type == "cuda":
+        forward = compiled_or_plain(forward, training.compile_mode)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training)
+    order = DataOrder(len(plan.dataset), seed)
+    run = Run(
+        recipe=recipe,
+        folder=plan.folder,
+        seed=seed,
+        init_from=record["init_from"],
+        device=device,
+        stop_step=options.max_steps or training.total_steps,
+        dataset=plan.dataset,
+        validation=plan.validation,
+        order=order,
+        model=model,
+        forward=forward,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        start_schedule=scheduler.state_dict(),
+        checkpoints=CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, 10 * training.save_interval),
+        guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
+        logger=TrainingLogger(plan.folder, suffix="" if training.nan_guard else " | NaN guard OFF"),
+        throughput=Throughput(),
+        peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        state=RunState(),
+        batches=iter(()),
+    )
+    _announce(run, knobs)
+    _go_to_start_or_checkpoint(run, plan)
+    return run
+
+
+def _init_source(init_from: Path | None) -> str | None:
+    return None if init_from is None else str(init_from.resolve())
+
+
+def _announce(run: Run, knobs: dict[str, Any]) -> None:
+    recipe, training = run.recipe, run.recipe.training
+    say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
+    say(describe_parameters(run.model))
+    say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
+    tokens = run.windows_per_step * recipe.model.max_seq_len
+    size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
+    say(f"[data] {run.dataset.path}: {size}; {tokens:,} tokens a step")
+    estimate = estimate_model_memory_gb(
+        run.model,
+        seq_len=recipe.model.max_seq_len,
+        batch_size=training.micro_batch_size,
+        grad_checkpoint=training.grad_checkpoint,
+        grad_checkpoint_every=training.grad_checkpoint_every,
+        loss_chunk_size=training.loss_chunk_size,
+        device_type=run.device.type,
+    )
+    say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
+    assert_fits_in_available_gpu(estimate)
+    run.logger.event("start", run.state.step, knobs=knobs, versions=versions(), estimate_gb=estimate.total_gb)
+
+
+def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
+    run.checkpoints.remove_leftovers()
+    step = resume_step(plan.folder, plan.options.resume) if plan.resuming else None
+    if step is None:
+        restore_start(run)
+    else:
+        restore_checkpoint(run, step)
+    if plan.resuming:
+        # A run that stopped between two log intervals logged its last step; the unbroken run has no such row.
+        interval = run.recipe.training.log_interval
+        run.logger.cut(run.state.step, keep=lambda logged: logged == 1 or logged % interval == 0)
+        run.logger.event("resume", run.state.step, position=run.position)
+        say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
+    run.open_stream()
+
+
+def restore_checkpoint(run: Run, step: int) -> None:
+    """Put weights, moments, schedule, random numbers and state back to a checkpoint's."""
+    meta = run.checkpoints.load(run.model, step, run.optimizer, run.scheduler, with_rng=True)
+    run.state = RunState(**meta["state"])
+    run.guard.reset(run.state.streak)
+
+
+def restore_start(run: Run) -> None:
+    """Put everything back to before the first step: the weights are made again from the seed, or read again."""
+    seed_everything(run.seed)
+    run.model.load_state_dict(GPTOSS(run.recipe.model).state_dict())
+    if run.init_from is not None:
+        source = CheckpointManager(checkpoint_folder(run.init_from))
+        step = source.newest_good()
+        if step is None:
+            raise UserError(f"--init-from {run.init_from}: there is no good checkpoint")
+        load_model_tensors(run.model, source.folder / f"model_step_{step}.safetensors")
+    run.optimizer.state.clear()
+    run.scheduler.load_state_dict(run.start_schedule.copy())
+    for group, lr in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    run.state = RunState()
+    run.guard.reset(0)
+
+
+def open_stream(
+    dataset: PretrainDataset, order: DataOrder, position: int, recipe: Recipe, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for ever."""
+    training = recipe.training
+    loader: DataLoader[MicroBatch] = DataLoader(
+        dataset,
+        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size),
+        num_workers=training.num_workers,
+        pin_memory=training.pin_memory and device.type == "cuda",
+        worker_init_fn=ignore_stop_signals,
+        # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
