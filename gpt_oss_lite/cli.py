@@ -78,14 +78,10 @@ def pretrain(
     max_steps: Annotated[
         int | None, typer.Option(help="Step to stop at. The schedule keeps training.total_steps.")
     ] = None,
-    max_hours: Annotated[
-        float | None, typer.Option(help="Hours after which to save and stop (exit code 3).")
-    ] = None,
+    max_hours: Annotated[float | None, typer.Option(help="Hours after which to save and stop (exit code 3).")] = None,
     overrides: Overrides = None,
     resume_from: Annotated[int | None, typer.Option(metavar="N", help="Go on from the checkpoint of step N.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="latest", help="Go on from the newest good checkpoint.")
-    ] = None,
+    resume: Annotated[str | None, typer.Option(metavar="latest", help="Go on from the newest good checkpoint.")] = None,
     auto_resume: Annotated[bool, typer.Option("--auto-resume", help="Go on where there is a run, else start.")] = False,
     init_from: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start a new run from another's newest weights.")
@@ -161,7 +157,9 @@ def generate(
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Corpus to score, e.g. .../validation.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Corpus to score, e.g. .../validation.", show_default=False)
+    ],
     step: Step = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of one forward pass.")] = 8,
     as_json: AsJson = False,
@@ -231,13 +229,13 @@ def _load(checkpoint: Path, step: int | None) -> "tuple[GPTOSS, Tokenizer]":
     if model.config.vocab_size != tokenizer.vocab_size or tokenizer.eos_token_id >= rows:
         raise UserError(
             f"{checkpoint}: the model has vocab_size {model.config.vocab_size} and {rows} rows, but the tokenizer "
-            f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and ends documents with id {tokenizer.eos_token_id}"
+            f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and EOS {tokenizer.eos_token_id}"
         )
     return model, tokenizer
 
 
 def print_json(value: Any) -> None:
-    """Print a result on standard output for other programs; what is not finite becomes null, as JSON has no word for it."""
+    """Print a result on standard output for other programs. JSON has no infinity and no NaN: they become null."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 

@@ -32,7 +32,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def bench(
     config: Config,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows of a micro-batch. Default: the recipe's.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows of a micro-batch. Default: the recipe's.")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: the recipe's.")] = None,
     threshold_gb: Annotated[float, typer.Option(min=0, help="Largest peak in GB of 10^9 bytes.")] = 25.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 6,
@@ -110,18 +112,22 @@ def measure(config: Path, settings: list[str], recipe: Recipe, steps: int, warmu
 def print_table(result: dict[str, Any]) -> None:
     """The figures for a person."""
     print(f"micro-batch {result['batch_size']} x {result['seq_len']} tokens, {result['parameters']:,} parameters")
-    for name, size in result["estimate_bytes"].items():
-        print(f"  {name:<46} {size / 1e9:9.3f} GB")
-    print(f"estimate                 {result['estimate_gb']:9.3f} GB")
-    print(f"one chunk of logits      {result['logits_chunk_bytes'] / 1e9:9.3f} GB (all: {result['whole_logits_bytes'] / 1e9:.3f})")
-    print(f"checkpoint on disk       {result['checkpoint_bytes'] / 1e9:9.3f} GB")
+    rows = [(f"  {name}", size) for name, size in result["estimate_bytes"].items()]
+    rows += [
+        ("estimate", result["estimate_gb"] * 1e9),
+        ("one chunk of logits", result["logits_chunk_bytes"]),
+        ("all logits, never held", result["whole_logits_bytes"]),
+        ("checkpoint on disk", result["checkpoint_bytes"]),
+    ]
     if "peak_gb" in result:
-        print(f"device                   {result['device']}")
-        print(f"step                     {result['seconds_per_step'] * 1e3:9.1f} ms, {result['tokens_per_s']:,.0f} tok/s")
-        print(f"MFU                      {format_mfu(result['mfu']):>9}")
-        print(f"peak                     {result['peak_gb']:9.3f} GB")
-    verdict = "within" if result["within_threshold"] else "ABOVE"
+        rows.append(("measured peak", result["peak_gb"] * 1e9))
+    for name, size in rows:
+        print(f"{name:<50} {size / 1e9:9.3f} GB")
+    if "peak_gb" in result:
+        print(f"{result['device']}: {result['seconds_per_step'] * 1e3:.1f} ms a step, "
+              f"{result['tokens_per_s']:,.0f} tok/s, MFU {format_mfu(result['mfu'])}")  # fmt: skip
     what = "peak" if "peak_gb" in result else "estimate"
+    verdict = "within" if result["within_threshold"] else "ABOVE"
     print(f"the {what} is {verdict} the threshold of {result['threshold_gb']:g} GB")
 
 
