@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt_oss_lite.config import ModelConfig
+from shared_data.errors import UserError
 
 RotaryTables = tuple[Tensor, Tensor]
 """cos and sin, each (T, P) or (B, T, P), fp32."""
@@ -71,10 +72,10 @@ class RotaryEmbedding:
         """Use another YaRN scale from now on.
 
         Raises:
-            ValueError: the scale is below 1 or not finite.
+            UserError: the scale is below 1 or not finite.
         """
         if not (math.isfinite(scale) and scale >= 1):
-            raise ValueError(f"the RoPE scale is {scale}: it must be a finite number of at least 1")
+            raise UserError(f"the RoPE scale is {scale}: it must be a finite number of at least 1")
         config = self._config
         self.scale = float(scale)
         self._frequencies_P, self._attention_factor = yarn_frequencies(

@@ -148,7 +148,7 @@ class GPTOSS(nn.Module):
         """Use another YaRN scale, e.g. to decode beyond the trained length. A cache filled at another scale is void.
 
         Raises:
-            ValueError: the scale is below 1 or not finite.
+            UserError: the scale is below 1 or not finite.
         """
         self.rotary.set_scale(scale)
 

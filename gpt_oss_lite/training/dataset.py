@@ -62,6 +62,7 @@ class _MappedShard:
     @property
     def ids(self) -> Ids:
         if self._ids is None:
+            open(self.path, "rb").close()  # an OSError where the file may not be read; torch makes it a RuntimeError
             mapped = torch.from_file(str(self.path), shared=False, size=self.n_tokens, dtype=torch.int32)
             self._ids = mapped.numpy().view("<u4")
         return self._ids

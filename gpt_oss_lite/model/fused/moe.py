@@ -1,0 +1,164 @@
+"""The feed-forward half of a block as one autograd function: x + shared(norm(x)) + routed(norm(x)).
+
+Routed experts are two grouped products over rows sorted by expert. A token's weights multiply the hidden activations
+(kernels/swiglu.py), so that its experts' outputs only need adding.
+
+Shapes: N tokens, D width, E experts, K experts per token, R = N * K rows, F hidden width of an expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_oss_lite.model.fused.attention import matrix_gradient
+from gpt_oss_lite.model.fused.weights import JoinedWeight
+from gpt_oss_lite.model.kernels.permute import group_by_expert, sum_rows, tokens_to_rows
+from gpt_oss_lite.model.kernels.router import Routing, norm_and_route, route_backward
+from gpt_oss_lite.model.kernels.swiglu import swiglu, swiglu_backward
+
+
+@dataclass(frozen=True)
+class MoEGeometry:
+    """Sizes of a feed-forward layer, and its weights' copies."""
+
+    n_experts: int
+    experts_per_token: int
+    n_shared_experts: int
+    eps: float
+    clamped: bool
+    gate_up: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
+    down: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
+    shared_gate_up: JoinedWeight = field(default_factory=JoinedWeight)
+    shared_down: JoinedWeight = field(default_factory=JoinedWeight)
+
+
+def grouped_product(x_RI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
+    """Rows of expert e times its matrix: (R, O)."""
+    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
+        return torch._grouped_mm(x_RI, w_EIO, offs=offsets_E)
+    bounds = [0, *offsets_E.tolist()]
+    return torch.cat([x_RI[bounds[e] : bounds[e + 1]] @ w_EIO[e] for e in range(len(w_EIO))])
+
+
+def grouped_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Gradients of the experts' matrices (E, O, I) in fp32; zero for an expert without rows."""
+    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
+        return torch._grouped_mm(dy_RO.t(), x_RI, offs=offsets_E).float()
+    bounds = [0, *offsets_E.tolist()]
+    pairs = [slice(bounds[e], bounds[e + 1]) for e in range(len(offsets_E))]
+    return torch.stack([dy_RO[rows].t() @ x_RI[rows] for rows in pairs]).float()
+
+
+class FusedMoE(torch.autograd.Function):
+    """See `fused_moe`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, geometry: MoEGeometry, x_ND: Tensor, gain_D: Tensor, router_ED: Tensor, bias_E: Tensor | None,
+        *matrices: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        gates, ups, downs = _by_kind(matrices)
+        n = geometry.n_experts
+        w_gate_up = geometry.gate_up.get(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
+        w_down = geometry.down.get([[down] for down in downs[:n]], x_ND.dtype)
+
+        routing = norm_and_route(x_ND, gain_D, router_ED, bias_E, geometry.eps, geometry.experts_per_token)
+        row_of_slot_NK, weight_R, offsets_E = group_by_expert(routing.expert_NK, routing.weight_NK, n)
+        rows_RD = tokens_to_rows(routing.h_ND, row_of_slot_NK)
+        gate_up_R2F = grouped_product(rows_RD, w_gate_up.transpose(1, 2), offsets_E)
+        hidden_RF = swiglu(gate_up_R2F, weight_R, geometry.clamped)
+        out_RD = grouped_product(hidden_RF, w_down.transpose(1, 2), offsets_E)
+
+        base_ND, shared = x_ND, None
+        if geometry.n_shared_experts:
+            w_shared = geometry.shared_gate_up.get([[gates[n], ups[n]]], x_ND.dtype)
+            w_shared_down = geometry.shared_down.get([[downs[n]]], x_ND.dtype)
+            shared_gate_up = routing.h_ND @ w_shared.t()
+            shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
+            base_ND = torch.addmm(x_ND, shared_hidden, w_shared_down.t())
+            shared = (shared_gate_up, shared_hidden)
+        y_ND = sum_rows(out_RD, row_of_slot_NK, base_ND)
+
+        n_tokens = x_ND.shape[0]
+        load_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).float() / routing.expert_NK.numel()
+        aux = n * (load_E * routing.prob_sum_E).sum() / n_tokens
+        z_loss, entropy = routing.squared_lse_sum / n_tokens, routing.entropy_sum / n_tokens
+        ctx.geometry, ctx.shapes = geometry, (gates[0].shape[0], len(matrices))
+        ctx.weights = (w_gate_up, w_down, *((w_shared, w_shared_down) if shared else ()))
+        ctx.n_routing = len(routing)
+        ctx.has_bias = bias_E is not None
+        ctx.save_for_backward(
+            x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E,
+            *routing, *(shared or ()),
+        )  # fmt: skip
+        ctx.mark_non_differentiable(load_E, entropy)
+        return y_ND, aux, z_loss, load_E, entropy
+
+    @staticmethod
+    def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E, *rest = (
+            ctx.saved_tensors
+        )
+        routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
+        geometry, n_tokens = ctx.geometry, x_ND.shape[0]
+        w_gate_up, w_down, *w_shared = ctx.weights
+        dy_ND = dy_ND.contiguous()
+
+        dy_RD = tokens_to_rows(dy_ND, row_of_slot_NK)
+        dhidden_RF = grouped_product(dy_RD, w_down, offsets_E)
+        ddown_EDF = grouped_gradient(dy_RD, hidden_RF, offsets_E)
+        dgate_up_R2F, dweight_R = swiglu_backward(dhidden_RF, gate_up_R2F, weight_R, geometry.clamped)
+        drows_RD = grouped_product(dgate_up_R2F, w_gate_up, offsets_E)
+        dgate_up_E2FD = grouped_gradient(dgate_up_R2F, rows_RD, offsets_E)
+
+        dshared_ND = None
+        hidden_size = ctx.shapes[0]
+        dgates, dups, ddowns = (
+            list(dgate_up_E2FD[:, :hidden_size]),
+            list(dgate_up_E2FD[:, hidden_size:]),
+            list(ddown_EDF),
+        )
+        if shared:
+            shared_gate_up, shared_hidden = shared
+            dshared_gate_up, _none = swiglu_backward(dy_ND @ w_shared[1], shared_gate_up, None, geometry.clamped)
+            ddowns.append(matrix_gradient(dy_ND, shared_hidden))
+            dshared = matrix_gradient(dshared_gate_up, routing.h_ND)
+            dgates.append(dshared[:hidden_size])
+            dups.append(dshared[hidden_size:])
+            dshared_ND = dshared_gate_up @ w_shared[0]
+
+        assert dweight_R is not None
+        dx_ND, dgain_D, drouter_ED, dbias_E = route_backward(
+            drows_RD, dshared_ND, dy_ND, x_ND, gain_D, router_ED, routing, row_of_slot_NK, dweight_R,
+            daux * geometry.n_experts * load_E / n_tokens, dz * 2.0 / n_tokens,
+        )  # fmt: skip
+        return None, dx_ND, dgain_D, drouter_ED, dbias_E if ctx.has_bias else None, *dgates, *dups, *ddowns
+
+
+def _by_kind(matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Gate, up and down matrices, each of the routed experts and then the shared one."""
+    third = len(matrices) // 3
+    return matrices[:third], matrices[third : 2 * third], matrices[2 * third :]
+
+
+def fused_moe(
+    x_BTD: Tensor, geometry: MoEGeometry, gain_D: Tensor, router_ED: Tensor, bias_E: Tensor | None,
+    gates: Sequence[Tensor], ups: Sequence[Tensor], downs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + shared expert + weighted sum of the top-K routed experts, all of rms_norm(x).
+
+    Args:
+        x_BTD: residual stream in the compute dtype.
+        gates, ups, downs: the experts' fp32 parameters in nn.Linear's layout, the routed ones and then the shared one.
+
+    Returns:
+        (B, T, D) in x's dtype; balancing loss and z-loss, fp32 scalars; expert load (E,) that sums to 1 and mean
+        entropy of the router in nats, without gradients.
+    """
+    out_ND, aux, z_loss, load_E, entropy = FusedMoE.apply(
+        geometry, x_BTD.reshape(-1, x_BTD.shape[-1]), gain_D, router_ED, bias_E, *gates, *ups, *downs
+    )
+    return out_ND.view_as(x_BTD), aux, z_loss, load_E, entropy

@@ -1,0 +1,57 @@
+"""Cross-entropy of a chunk of logits and its gradient, which replaces them: one kernel, two passes over a row.
+
+The online log-sum-exp of the first pass is Milakov and Gimelshein's (2018). The second pass mostly reads from L2.
+
+Shapes: C tokens of a chunk, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt_oss_lite.model.kernels.launch import check_contiguous
+
+BLOCK = 8192
+
+
+@triton.jit
+def _loss_and_gradient(logits_ptr, target_ptr, loss_ptr, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * V
+    target = tl.load(target_ptr + row)
+    cols = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(row_ptr + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
+        new_top = tl.maximum(top, x)
+        # A lane that has seen nothing but -inf keeps total 0: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - shift) + tl.exp(x - shift)
+        top = new_top
+    row_top = tl.max(top, axis=0)
+    lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
+    valid = target != IGNORE
+    target_logit = tl.load(row_ptr + tl.where(valid, target, 0)).to(tl.float32)
+    tl.store(loss_ptr + row, tl.where(valid, lse - target_logit, 0.0))
+    tl.debug_barrier()
+    for start in range(0, V, BLOCK):
+        x = tl.load(row_ptr + start + cols, mask=start + cols < V, other=0.0).to(tl.float32)
+        gradient = tl.exp(x - lse) - tl.where(start + cols == target, 1.0, 0.0)
+        gradient = tl.where(valid, gradient, 0.0)
+        tl.store(row_ptr + start + cols, gradient.to(logits_ptr.dtype.element_ty), mask=start + cols < V)
+
+
+def cross_entropy_(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
+    """Losses of the tokens (C,) fp32; the logits are replaced by d(sum of losses) / d logits.
+
+    Ignored targets have loss and gradient 0. A target out of range is the caller's to refuse.
+    """
+    check_contiguous(logits_CV, target_C)
+    n_tokens, vocabulary = logits_CV.shape
+    loss_C = torch.empty(n_tokens, dtype=torch.float32, device=logits_CV.device)
+    _loss_and_gradient[(n_tokens,)](
+        logits_CV, target_C, loss_C, V=vocabulary, IGNORE=ignore_index, BLOCK=BLOCK, num_warps=16
+    )
+    return loss_C

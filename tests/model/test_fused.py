@@ -1,0 +1,181 @@
+"""The fused path against plain PyTorch: in fp32, in Triton's interpreter on the CPU and on the GPU where there is one.
+
+The library attention kernels need CUDA; in their place the CPU test puts an explicit softmax with the same contract, so
+that what is ours around them (projections, RoPE, sinks, norms, gradients) is what is tested.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
+
+from gpt_oss_lite.model.fused import attention as fused_attention_module
+from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attention
+from gpt_oss_lite.model.fused.attention_kernels import AttentionState
+from gpt_oss_lite.model.fused.moe import MoEGeometry, fused_moe
+from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+
+
+def random(*shape, scale=1.0):
+    return (torch.randn(*shape) * scale).to(DEVICE).requires_grad_()
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    error = (actual - expected).norm() / expected.norm().clamp_min(1e-12)
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+def plain_moe(x, gain, router, bias, gates, ups, downs, experts_per_token, clamped):
+    """One token at a time in spirit: every expert on every token, weighted by its share."""
+    h = F.rms_norm(x, (x.shape[-1],), gain, EPS)
+    logits = h @ router.t() + (0 if bias is None else bias)
+    probs = logits.softmax(-1)
+    top, chosen = probs.topk(experts_per_token, dim=-1)
+    weights = torch.zeros_like(probs).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
+
+    def expert(e):
+        gate, up = h @ gates[e].t(), h @ ups[e].t()
+        if clamped:
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ downs[e].t()
+        return (F.silu(gate) * up) @ downs[e].t()
+
+    n_experts = router.shape[0]
+    y = x + sum(weights[..., e, None] * expert(e) for e in range(n_experts))
+    if len(gates) > n_experts:
+        y = y + expert(n_experts)
+    load = F.one_hot(chosen, n_experts).float().sum((0, 1, 2)) / chosen.numel()
+    aux = n_experts * (load * probs.mean((0, 1))).sum()
+    return y, aux, logits.logsumexp(-1).square().mean(), load
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("n_shared", [0, 1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, clamped):
+    torch.manual_seed(0)
+    n_experts, width, hidden = 4, 48, 40
+    x, gain = random(2, 37, width), random(width)
+    router = random(n_experts, width, scale=0.3)
+    bias = random(n_experts) if has_bias else None
+    # Large gates, so that the clamped form meets its limits.
+    gates, ups = ([random(hidden, width, scale=0.6) for _ in range(n_experts + n_shared)] for _ in range(2))
+    downs = [random(width, hidden, scale=0.2) for _ in range(n_experts + n_shared)]
+    leaves = [x, gain, router, *([bias] if has_bias else []), *gates, *ups, *downs]
+
+    y, aux, z_loss, load = plain_moe(x, gain, router, bias, gates, ups, downs, 2, clamped)
+    upstream = torch.randn_like(y)
+    expected = torch.autograd.grad((y * upstream).sum() + 3.0 * aux + 0.5 * z_loss, leaves)
+
+    geometry = MoEGeometry(n_experts, 2, n_shared, EPS, clamped)
+    fused_y, fused_aux, fused_z, fused_load, _ = fused_moe(x, geometry, gain, router, bias, gates, ups, downs)
+    actual = torch.autograd.grad((fused_y * upstream).sum() + 3.0 * fused_aux + 0.5 * fused_z, leaves)
+
+    assert_close(fused_y, y)
+    assert_close(fused_aux, aux)
+    assert_close(fused_z, z_loss)
+    assert torch.equal(fused_load, load)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_tied_logits_go_to_the_lowest_experts_and_idle_experts_get_zero_gradients():
+    torch.manual_seed(0)
+    n_experts, width, hidden = 8, 32, 24
+    x, gain, router = random(1, 50, width), random(width), torch.zeros(n_experts, width, device=DEVICE).requires_grad_()
+    gates, ups = ([random(hidden, width) for _ in range(n_experts)] for _ in range(2))
+    downs = [random(width, hidden) for _ in range(n_experts)]
+    y, aux, _, load, entropy = fused_moe(
+        x, MoEGeometry(n_experts, 2, 0, EPS, False), gain, router, None, gates, ups, downs
+    )
+    assert load.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0]
+    assert aux.item() == pytest.approx(1.0, abs=1e-6)
+    assert entropy.item() == pytest.approx(torch.tensor(8.0).log().item(), abs=1e-5)
+    y.square().sum().backward()
+    assert all(gates[e].grad.abs().max() > 0 for e in (0, 1))
+    assert all(torch.equal(gates[e].grad, torch.zeros_like(gates[e])) for e in range(2, 8))
+
+
+def softmax_forward(q, k, v, window):
+    """An attention kernel's contract, written out: o (B, T, H, hd), lse (B, H, T)."""
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) / q.shape[-1] ** 0.5
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or 10**9)), float("-inf"))
+    lse = scores.logsumexp(-1)
+    o = (scores - lse[..., None]).exp() @ v.repeat_interleave(repeat, 1)
+    return o.transpose(1, 2).contiguous(), lse, AttentionState((scores, scores))
+
+
+def softmax_backward(do, q, k, v, o, lse, state, window):
+    repeat, scores = q.shape[1] // k.shape[1], state.rng[0]
+    p = (scores - lse[..., None]).exp()
+    do, o = do.transpose(1, 2), o.transpose(1, 2)
+    dp = do @ v.repeat_interleave(repeat, 1).transpose(2, 3)
+    ds = p * (dp - (do * o).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    heads = lambda x: x.unflatten(1, (-1, repeat)).sum(2)  # noqa: E731
+    return ds @ k.repeat_interleave(repeat, 1), heads(ds.transpose(2, 3) @ q), heads(p.transpose(2, 3) @ do)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_attention_and_all_gradients_equal_the_plain_computation(monkeypatch, window, has_sink):
+    monkeypatch.setattr(fused_attention_module, "attention_forward", softmax_forward)
+    monkeypatch.setattr(fused_attention_module, "attention_backward", softmax_backward)
+    torch.manual_seed(0)
+    batch, seq_len, width, n_heads, n_kv, head_dim = 2, 19, 40, 4, 2, 12
+    x, gain = random(batch, seq_len, width), random(width)
+    sink = torch.tensor([0.5, -11.0, 2.0, 16.0], device=DEVICE).requires_grad_() if has_sink else None
+    q_proj, kv_proj = random(n_heads * head_dim, width, scale=0.4), random(2 * n_kv * head_dim, width, scale=0.4)
+    o_proj = random(width, n_heads * head_dim)
+    angle = torch.outer(torch.arange(seq_len), 0.3 ** torch.arange(head_dim // 2)).to(DEVICE)
+    cos, sin = angle.cos(), angle.sin()
+    leaves = [x, gain, *([sink] if has_sink else []), q_proj, kv_proj, o_proj]
+
+    h = F.rms_norm(x, (width,), gain, EPS)
+    q = (h @ q_proj.t()).view(batch, seq_len, n_heads, head_dim).transpose(1, 2)
+    k, v = (h @ kv_proj.t()).view(batch, seq_len, 2, n_kv, head_dim).permute(2, 0, 3, 1, 4)
+
+    def turn(part):
+        first, second = part.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    q, k, v = turn(q), turn(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = q @ k.transpose(2, 3) / head_dim**0.5
+    distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)[None, :]
+    scores = scores.masked_fill(((distance < 0) | (distance >= (window or 10**9))).to(DEVICE), float("-inf"))
+    if has_sink:
+        column = sink.clamp(-10, 15)[None, :, None, None].expand(batch, -1, seq_len, 1)
+        probs = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    y = x + (probs @ v).transpose(1, 2).reshape(batch, seq_len, -1) @ o_proj.t()
+    upstream = torch.randn_like(y)
+    expected = torch.autograd.grad((y * upstream).sum(), leaves)
+
+    geometry = AttentionGeometry(n_heads, n_kv, head_dim, window, EPS)
+    fused = fused_attention(x, geometry, cos, sin, gain, sink, q_proj, kv_proj, o_proj)
+    actual = torch.autograd.grad((fused * upstream).sum(), leaves)
+    assert_close(fused, y)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 8192, 20000])
+def test_cross_entropy_and_gradient_equal_pytorchs(vocabulary):
+    torch.manual_seed(0)
+    logits = random(7, vocabulary, scale=5.0)
+    target = torch.randint(0, vocabulary, (7,), device=DEVICE)
+    target[3] = -100
+    expected = F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    replaced = logits.detach().clone()
+    loss = cross_entropy_(replaced, target, -100)
+    assert_close(loss, expected)
+    assert_close(replaced, gradient)
+    assert loss[3] == 0
+    assert torch.count_nonzero(replaced[3]) == 0
