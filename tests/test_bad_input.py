@@ -150,7 +150,11 @@ def test_bad_input_is_one_line_and_writes_nothing(name, work, capsys):
         ("recipe.yaml", ["pretrain", "--config", "recipe.yaml"], "recipe.yaml"),
         ("corpus/shard_00000.bin", PRETRAIN, "shard_00000.bin"),
         ("corpus/manifest.json", PRETRAIN, "manifest.json: Permission denied"),
-        ("readonly", ["pretrain", "--config", "recipe.yaml", "--out", "readonly/run"], "readonly/run: Permission denied"),
+        (
+            "readonly",
+            ["pretrain", "--config", "recipe.yaml", "--out", "readonly/run"],
+            "readonly/run: Permission denied",
+        ),
         ("run/checkpoints/meta_step_4.json", ["generate", "--checkpoint", "run", "--prompt", "x"], "meta_step_4.json"),
     ],
 )
