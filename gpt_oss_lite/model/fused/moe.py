@@ -72,15 +72,16 @@ class FusedMoE(torch.autograd.Function):
         hidden_RF = swiglu(gate_up_R2F, weight_R, geometry.clamped)
         out_RD = grouped_product(hidden_RF, w_down.transpose(1, 2), offsets_E)
 
-        base_ND, shared = x_ND, None
+        shared_ND: Tensor | None = None
+        shared: tuple[Tensor, ...] = ()
         if geometry.n_shared_experts:
             w_shared = geometry.shared_gate_up.get([[gates[n], ups[n]]], x_ND.dtype)
             w_shared_down = geometry.shared_down.get([[downs[n]]], x_ND.dtype)
             shared_gate_up = routing.h_ND @ w_shared.t()
             shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
-            base_ND = torch.addmm(x_ND, shared_hidden, w_shared_down.t())
+            shared_ND = shared_hidden @ w_shared_down.t()
             shared = (shared_gate_up, shared_hidden)
-        y_ND = sum_rows(out_RD, row_of_slot_NK, base_ND)
+        y_ND = sum_rows(out_RD, row_of_slot_NK, x_ND, shared_ND)
 
         n_tokens = x_ND.shape[0]
         load_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).float() / routing.expert_NK.numel()
@@ -92,13 +93,13 @@ class FusedMoE(torch.autograd.Function):
         ctx.has_bias = bias_E is not None
         ctx.save_for_backward(
             x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E,
-            *routing, *(shared or ()),
+            *routing, *shared,
         )  # fmt: skip
         ctx.mark_non_differentiable(load_E, entropy)
         return y_ND, aux, z_loss, load_E, entropy
 
     @staticmethod
-    def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E, *rest = (
             ctx.saved_tensors
         )

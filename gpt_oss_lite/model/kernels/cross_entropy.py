@@ -13,10 +13,11 @@ from torch import Tensor
 from gpt_oss_lite.model.kernels.launch import check_contiguous
 
 BLOCK = 8192
+WARPS = 16
 
 
 @triton.jit
-def _loss_and_gradient(logits_ptr, target_ptr, loss_ptr, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(logits_ptr, target_ptr, loss_ptr, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
     target = tl.load(target_ptr + row)
@@ -51,7 +52,7 @@ def cross_entropy_(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Te
     check_contiguous(logits_CV, target_C)
     n_tokens, vocabulary = logits_CV.shape
     loss_C = torch.empty(n_tokens, dtype=torch.float32, device=logits_CV.device)
-    _loss_and_gradient[(n_tokens,)](
-        logits_CV, target_C, loss_C, V=vocabulary, IGNORE=ignore_index, BLOCK=BLOCK, num_warps=16
+    _cross_entropy[(n_tokens,)](
+        logits_CV, target_C, loss_C, V=vocabulary, IGNORE=ignore_index, BLOCK=BLOCK, num_warps=WARPS
     )
     return loss_C

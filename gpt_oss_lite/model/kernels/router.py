@@ -16,6 +16,8 @@ from torch import Tensor
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2, persistent_programs
 
 ROWS = 4
+WARPS = 4
+WARPS_BACKWARD = 8
 
 
 class Routing(NamedTuple):
@@ -42,7 +44,7 @@ class Routing(NamedTuple):
 
 
 @triton.jit
-def _forward(
+def _norm_and_route(
     x_ptr, gain_ptr, router_ptr, bias_ptr, h_ptr, rstd_ptr, probs_ptr, lse_ptr, expert_ptr, weight_ptr, sums_ptr,
     n_rows, eps, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -98,7 +100,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _route_backward(
     drows_ptr, dshared_ptr, residual_ptr, x_ptr, rstd_ptr, gain_ptr, router_ptr, probs_ptr, lse_ptr, expert_ptr,
     weight_ptr, row_of_slot_ptr, dweight_ptr, dprob_ptr, dlse_ptr, dx_ptr, dgain_ptr, drouter_ptr, dbias_ptr, n_rows,
     D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_SHARED: tl.constexpr, COLS: tl.constexpr,
@@ -178,10 +180,10 @@ def norm_and_route(
     expert_NK = torch.empty(n_tokens, experts_per_token, dtype=torch.int32, device=x_ND.device)
     programs = triton.cdiv(n_tokens, ROWS)
     sums_PS = fp32(programs, n_experts + 2)
-    _forward[(programs,)](
+    _norm_and_route[(programs,)](
         x_ND, gain_D, router_ED, bias_E, h_ND, rstd_N, probs_NE, lse_N, expert_NK, weight_NK, sums_PS, n_tokens, eps,
         D=width, E=n_experts, K=experts_per_token, HAS_BIAS=bias_E is not None,
-        ROWS=ROWS, COLS=next_power_of_2(width), EXPERTS=next_power_of_2(n_experts),
+        ROWS=ROWS, COLS=next_power_of_2(width), EXPERTS=next_power_of_2(n_experts), num_warps=WARPS,
     )  # fmt: skip
     sums_S = sums_PS.sum(0)
     return Routing(
@@ -220,10 +222,10 @@ def route_backward(
     dgain_PD = torch.empty(programs, width, dtype=torch.float32, device=x_ND.device)
     drouter_PED = torch.empty(programs, n_experts, width, dtype=torch.float32, device=x_ND.device)
     dbias_PE = torch.empty(programs, n_experts, dtype=torch.float32, device=x_ND.device)
-    _backward[(programs,)](
+    _route_backward[(programs,)](
         drows_RD, dshared_ND, residual_ND, x_ND, routing.rstd_N, gain_D, router_ED, routing.probs_NE, routing.lse_N,
         routing.expert_NK, routing.weight_NK, row_of_slot_NK, dweight_R, dprob_E, dlse, dx_ND, dgain_PD, drouter_PED,
         dbias_PE, n_tokens, D=width, E=n_experts, K=routing.expert_NK.shape[1], HAS_SHARED=dshared_ND is not None,
-        COLS=next_power_of_2(width), EXPERTS=next_power_of_2(n_experts),
+        COLS=next_power_of_2(width), EXPERTS=next_power_of_2(n_experts), num_warps=WARPS_BACKWARD,
     )  # fmt: skip
     return dx_ND, dgain_PD.sum(0), drouter_PED.sum(0), dbias_PE.sum(0)
