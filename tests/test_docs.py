@@ -32,7 +32,9 @@ def test_every_link_to_a_file_leads_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# Not the table of paths: its left column names files that are not here.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "paths.md"], ids=lambda page: page.name)
 def test_every_file_that_a_page_names_is_there(page):
-    for name in re.findall(r"`((?:configs|scripts|gpt_oss_lite|shared_data|training|tests|docs)/[\w./-]+\.\w+)`", page.read_text()):
+    folders = "configs|scripts|gpt_oss_lite|shared_data|training|tests|docs"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name} names {name}"

@@ -1,4 +1,4 @@
-"""The README's commands run as printed, from a folder that is as after `make demo`; long ones with small sizes added."""
+"""The README's commands run as printed, in a folder that is as after `make demo`; long ones with small sizes added."""
 
 import re
 import shlex
@@ -13,7 +13,9 @@ README = (ROOT / "README.md").read_text()
 # What a long command is shortened by: the structure of the recipe stays, its sizes do not.
 SHORTENED = {
     "gpt-oss-lite pretrain": command_line.settings(),
-    "python training/pretrain.py": command_line.settings(train_data_path="data/quickstart/pretrain_chinchilla", data_mix="null"),
+    "python training/pretrain.py": command_line.settings(
+        train_data_path="data/quickstart/pretrain_chinchilla", data_mix="null"
+    ),
     "python data/prepare_data.py": ["--dry-run"],
 }
 
