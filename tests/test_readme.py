@@ -17,6 +17,7 @@ SHORTENED = {
         train_data_path="data/quickstart/pretrain_chinchilla", data_mix="null"
     ),
     "python data/prepare_data.py": ["--dry-run"],
+    "python scripts/": ["--help"],  # test_scripts.py runs them as printed
 }
 
 

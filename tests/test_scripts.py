@@ -77,15 +77,11 @@ def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
 
 
 def test_e2e_smoke_fails_when_a_check_does():
-    """A rate at which nothing can move: the loss does not fall, and the exit code says so."""
+    """A rate at which nothing moves: the loss does not fall, and the exit code says so."""
     result = command_line.run("python", "scripts/e2e_gpu_smoke.py", "--json", "--set", "training.lr=1e-30",
                               CUDA_VISIBLE_DEVICES="")  # fmt: skip
     assert result.returncode == 1
     assert not any(check["passed"] for check in json.loads(result.stdout)["results"])
-
-
-def test_kv_cache_benchmark():
-    assert "1.94" in succeed("python", "scripts/kv_cache_benchmark.py", CUDA_VISIBLE_DEVICES="").stdout
 
 
 @pytest.mark.parametrize(
@@ -98,8 +94,8 @@ def test_kv_cache_benchmark():
 )
 def test_the_test_files_that_the_description_names_hold_tests(words):
     """They run as a part of this suite; here it counts that the command finds some."""
-    result = succeed("python", "-m", "pytest", *words, "--collect-only", "-q")
-    assert "::" in result.stdout
+    result = succeed("python", "-m", "pytest", *words, "--collect-only")
+    assert "tests collected" in result.stdout
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
