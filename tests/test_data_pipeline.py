@@ -145,9 +145,18 @@ def remove(name: str) -> Callable[[Path], None]:
     return change
 
 
+def cut_off(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
 def forbid(name: str, mode: int) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder / name).mkdir(exist_ok=True) if name == "data" else None
+        if name == "data":
+            (folder / name).mkdir()
         (folder / name).chmod(mode)
 
     return change
@@ -164,7 +173,9 @@ BAD_INPUT = {
     "empty config": (replace("data_config.yaml", ""), (), ["data_config.yaml is empty"]),
     "empty corpus": (replace("in/web.jsonl", '{"text": "short"}\n'), (), ["source web has no document left"]),
     "no text field": (replace("in/web.jsonl", '{"body": "x"}\n'), (), ["source web", "text in 'text'; set text_field"]),
-    "wrong tokenizer": (edit("data_config.yaml", tokenizer={"name": "gpt2"}), (), ["data_config.yaml", "'gpt2'", "'llama3'"]),
+    "wrong tokenizer": (
+        edit("data_config.yaml", tokenizer={"name": "gpt2"}), (), ["data_config.yaml", "'gpt2'", "'llama3'"]
+    ),
     "wrong vocabulary": (
         edit("data_config.yaml", tokenizer={"vocab_size": 50257}), (), ["tokenizer.vocab_size is 50257", "has 128000"]
     ),
@@ -175,8 +186,8 @@ BAD_INPUT = {
     "unknown option": (replace("x", ""), ("--wrokers", "3"), ["--wrokers"]),
     "no workers": (replace("x", ""), ("--workers", "0"), ["--workers"]),
     "skipped too early": (replace("x", ""), ("--skip-download",), ["raw/web/data.jsonl is not there"]),
-    "too little text": (replace("x", ""), ("--total-tokens", "900000"), ["web needs 450,000 tokens and has", "short by"]),
-    "truncated archive": (replace("in/math.json.gz", ""), (), ["source math: all its files are empty"]),
+    "too little text": (replace("x", ""), ("--total-tokens", "900000"), ["web needs 450,000 tokens", "short by"]),
+    "truncated archive": (cut_off("in/math.json.gz"), (), ["in/math.json.gz: the compressed file is cut off"]),
 }  # fmt: skip
 
 
