@@ -22,7 +22,7 @@ from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import set_knobs
 from gpt_oss_lite.training.logger import Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.run_folder import (
@@ -193,9 +193,7 @@ def _check_init_from(init_from: Path, recipe: Recipe) -> None:
     step = source.latest_step()
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
-    with torch.device("meta"):
-        model = GPTOSS(recipe.model)
-    check_weights_fit(model, source.folder / f"model_step_{step}.safetensors")
+    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
 
 
 def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:

@@ -73,3 +73,9 @@ def test_any_number_of_loader_workers_gives_the_same_stream(tmp_path, workers):
     expected = torch.stack([dataset[int(w)][0] for w in order.windows(start, 60)])
     assert torch.equal(seen, expected)
     assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the generator that is saved
+
+
+def test_the_worked_example_in_the_documentation_is_true():
+    page = (tiny_run.ROOT / "docs" / "training.md").read_text()
+    order = DataOrder(n_windows=10, seed=42)
+    assert f"({', '.join(str(order.windows(4 * step, 4).tolist()) for step in range(3))})" in page
