@@ -11,9 +11,10 @@ from torch import Tensor
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2, persistent_programs
 
 ROWS = 4
+WARPS = 2
 ROWS_BACKWARD = 2
-WARPS = 4
-WARPS_BACKWARD = 8
+WARPS_BACKWARD = 2
+PROGRAMS_BACKWARD = 8
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def rms_norm_backward(
     check_contiguous(dh_ND, x_ND, gain_D)
     n_rows, width = x_ND.shape
     dx_ND = torch.empty_like(x_ND)
-    programs = persistent_programs(x_ND.device)
+    programs = persistent_programs(x_ND.device, PROGRAMS_BACKWARD)
     dgain_PD = torch.empty(programs, width, dtype=torch.float32, device=x_ND.device)
     _rms_norm_backward[(programs,)](
         dh_ND, residual_ND, x_ND, gain_D, rstd_N, dx_ND, dgain_PD, n_rows,

@@ -17,6 +17,8 @@ from torch import Tensor
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2
 
 BLOCK = 64
+WARPS = 4
+STAGES = 2
 LOG2_E = 1 / math.log(2)
 
 
@@ -173,7 +175,7 @@ def window_attention(
     _window_forward[(triton.cdiv(seq_len, BLOCK), batch * n_heads)](
         qkv_NC, sink_H, o_BTHd, lse_BHT, seq_len, head_dim**-0.5 * LOG2_E, LOG2_E,
         W=window, HAS_SINK=sink_H is not None, N_Q=n_heads, N_KV=n_kv_heads, HD=head_dim,
-        COLS=next_power_of_2(head_dim), BLOCK=BLOCK,
+        COLS=next_power_of_2(head_dim), BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return o_BTHd, lse_BHT
 
@@ -190,11 +192,12 @@ def window_attention_backward(
     dsink_BHG = torch.empty(batch, n_heads, blocks, dtype=torch.float32, device=qkv_NC.device)
     cols = next_power_of_2(head_dim)
     sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, "HD": head_dim, "COLS": cols, "BLOCK": BLOCK}
+    launch = {"num_warps": WARPS, "num_stages": STAGES}
     _window_backward_q[(blocks, batch * n_heads)](
         qkv_NC, sink_H, do_BTHd, o_BTHd, lse_BHT, delta_BHT, dqkv_NC, dsink_BHG, seq_len, scale, scale * LOG2_E, LOG2_E,
-        HAS_SINK=sink_H is not None, **sizes,
+        HAS_SINK=sink_H is not None, **sizes, **launch,
     )  # fmt: skip
     _window_backward_kv[(blocks, batch * n_kv_heads)](
-        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E, **sizes
+        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E, **sizes, **launch
     )
     return dqkv_NC, dsink_BHG.sum((0, 2)) if sink_H is not None else None
