@@ -39,6 +39,8 @@ CPU_SETTINGS = ["model.vocab_size=2000", "model.padded_vocab_size=null"]
 # One pattern over and over, at once at the full rate: a loss that does not fall then is a fault, not bad luck.
 SETTINGS = ["training.warmup_steps=0", "training.lr=1e-2", f"training.total_steps={STEPS}", "data.data_mix=null"]
 PERIOD = 37
+# Two windows of the pattern differ by a per cent or so before any learning; three steps bring a quarter.
+LARGEST_RATIO = 0.9
 # Greedy choices of an almost untrained model hang on single bits of bf16, so on CUDA a few may differ.
 MIN_AGREEMENT = {"cpu": 1.0, "cuda": 0.9}
 
@@ -85,7 +87,7 @@ def check(dispatch: str, settings: list[str], folder: Path) -> dict[str, Any]:
     agreement = decoding_agreement(loaded)
     return {
         "dispatch": dispatch,
-        "passed": losses[-1] < losses[0] and same_logits and agreement >= MIN_AGREEMENT[run.device.type],
+        "passed": losses[-1] < LARGEST_RATIO * losses[0] and same_logits and agreement >= MIN_AGREEMENT[run.device.type],
         "first_loss": round(losses[0], 3),
         "last_loss": round(losses[-1], 3),
         "loaded_equals_saved": same_logits,

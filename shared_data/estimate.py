@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 4.4
 # Of compressed text and parquet.
 COMPRESSION_RATIO = 3.0
 # All four stages, per core; docs/data.md says where it was measured.
-BYTES_PER_SECOND_PER_WORKER = 5e6
+BYTES_PER_SECOND_PER_WORKER = 7e6
 
 
 def estimate(context: Context) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from shared_data.layout import Layout
 from shared_data.stage import Context
 
 MixtureOption = Annotated[
-    Path | None, typer.Option("--mixture", help="Mixture file: sources and weights. Without it: gptoss-default.")
+    Path | None,
+    typer.Option("--mixture", readable=False, help="Mixture file: sources and weights. Without it: gptoss-default."),
 ]
 DataConfigOption = Annotated[
     Path | None,
-    typer.Option("--data-config", help="Pipeline settings. Without it: shared_data/config/data_config.yaml."),
+    typer.Option(
+        "--data-config", readable=False, help="Pipeline settings. Without it: shared_data/config/data_config.yaml."
+    ),
 ]
 SourceOption = Annotated[
     list[str] | None, typer.Option("--source", metavar="ID", help="Only this source of the mixture; may be repeated.")
@@ -28,7 +31,9 @@ SourceOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(min=1, help="Processes. Without it: one per core that this process may use.")
 ]
-DataRootOption = Annotated[Path, typer.Option(envvar="LLM_DATA_ROOT", help="Folder of all that the pipeline writes.")]
+DataRootOption = Annotated[
+    Path, typer.Option(envvar="LLM_DATA_ROOT", readable=False, help="Folder of all that the pipeline writes.")
+]
 TotalTokensOption = Annotated[int | None, typer.Option(min=1, help="Training tokens of the corpus.")]
 ShardSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a shard.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]

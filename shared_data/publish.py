@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared_data.files import write_if_changed
 from shared_data.links import share_file
 from shared_data.manifest import MANIFEST_NAME, Manifest, build_manifest, shard_files, sidecar_path
 from shared_data.shard_writer import shard_name
@@ -26,7 +27,7 @@ def publish(folders: Sequence[Path], target: Path) -> Manifest:
             share_file(sidecar_path(path), sidecar_path(target / name), symbolic=True)
         remove_strays(target, names)
     manifest = build_manifest(target)
-    write_if_new(manifest, target)
+    write_if_changed(target / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 
@@ -45,13 +46,6 @@ def remove_strays(folder: Path, names: Sequence[str]) -> None:
     for path in folder.glob("shard_*"):
         if path.name not in kept and path.suffix in (".bin", ".idx", ".tmp", ".progress"):
             path.unlink()
-
-
-def write_if_new(manifest: Manifest, folder: Path) -> None:
-    """Write the manifest unless it is there already."""
-    path = folder / MANIFEST_NAME
-    if not path.is_file() or path.read_text() != manifest.to_json():
-        manifest.write(folder)
 
 
 def remove_corpus(folder: Path) -> None:

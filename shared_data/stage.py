@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared_data.commits import Commit, FileState, known_state
+from shared_data.commits import Commit, FileState, known_state, read_commit
 from shared_data.config import Mixture, PipelineConfig, Source
 from shared_data.errors import UserError
 from shared_data.executor import Task, run_by_source
-from shared_data.files import write_atomic
+from shared_data.files import write_if_changed
 from shared_data.layout import Layout
 from shared_data.manifest import sidecar_path
 from shared_data.records import Span, cut_into_spans
@@ -73,8 +73,9 @@ def stage_record(layout: Layout, stage: str, source: str) -> Path:
 
 def run_parts(context: Context, stage: str, plans: Mapping[str, Sequence[Task]]) -> dict[str, list[Commit]]:
     """Do the tasks that write the parts of some sources. Until `finish_source` the stage is not done for them."""
-    for source in plans:
-        stage_record(context.layout, stage, source).unlink(missing_ok=True)
+    for source, tasks in plans.items():
+        if any(read_commit(task.record, task.key) is None for task in tasks):
+            stage_record(context.layout, stage, source).unlink(missing_ok=True)
     return run_by_source(plans, workers=context.workers, label=stage)
 
 
@@ -91,7 +92,7 @@ def finish_source(layout: Layout, stage: str, source: str, commits: Sequence[Com
     for path in layout.stage(folder, source).glob(f"{stem}*"):
         if path.resolve() not in kept and path.suffix in (suffix, ".idx", ".tmp"):
             path.unlink()
-    write_atomic(record, json.dumps([state.model_dump() for state in states], indent=1))
+    write_if_changed(record, json.dumps([state.model_dump() for state in states], indent=1))
 
 
 def read_parts(layout: Layout, stage: str, source: str) -> list[Part]:
@@ -155,7 +156,7 @@ def write_report(context: Context, stage: str, counts: Mapping[str, Counter[str]
         assert own["read"] == own["kept"] + sum(dropped.values()), (source, dict(own))
         sources[source] = {"read": own["read"], "kept": own["kept"], "dropped": dropped, "changed": changed, **others}
     report: dict[str, Any] = {"stage": stage, "sources": sources}
-    write_atomic(context.layout.reports / f"{stage}.json", json.dumps(report, indent=2) + "\n")
+    write_if_changed(context.layout.reports / f"{stage}.json", json.dumps(report, indent=2) + "\n")
     table = Table(title=f"{stage}: documents", box=None, title_justify="left")
     for name in ("source", "read", "kept", "dropped", "changed"):
         table.add_column(name, justify="right" if name in ("read", "kept") else "left")

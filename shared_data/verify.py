@@ -30,7 +30,8 @@ SUBFOLDERS = ("validation",)
 def check_shard(path: Path, entry: ShardEntry, manifest: Manifest, bar: ProgressReporter) -> str | None:
     """Read a shard and its sidecar; returns what is wrong, or None.
 
-    Size, SHA-256, ids (all below vocab_size but the EOS), and the documents' ends, which must be where the sidecar says.
+    Size, SHA-256, ids (all below vocab_size but the EOS), and the documents' ends, which must be where the sidecar
+    says.
     """
     if not path.is_file():
         return f"{path} is not there, but {MANIFEST_NAME} names it"
@@ -42,7 +43,8 @@ def check_shard(path: Path, entry: ShardEntry, manifest: Manifest, bar: Progress
         is_end = ids == manifest.eos_token_id
         wrong = np.flatnonzero((ids >= manifest.vocab_size) & ~is_end)
         if len(wrong):
-            return f"{path}: token {start + wrong[0]} is {ids[wrong[0]]}, not below vocab_size ({manifest.vocab_size})"
+            place, token = start + wrong[0], ids[wrong[0]]
+            return f"{path}: token {place} is {token}, not below vocab_size ({manifest.vocab_size})"
         ends.append(np.flatnonzero(is_end) + start)
         start += len(ids)
         bar.advance(ids.nbytes)
@@ -106,7 +108,7 @@ def repair_manifest(folder: Path) -> bool:
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of shards, e.g. data/pretrain_chinchilla.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of shards: data/pretrain_chinchilla.")],
     repair: Annotated[
         bool, typer.Option("--repair", help="Rebuild a missing manifest from shards and sidecars.")
     ] = False,

@@ -33,21 +33,21 @@ def settings(**data: str) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair.replace("=False", "=false").replace("=None", "=null"))]
 
 
-def write_text_corpus(folder: Path) -> Path:
-    """A corpus of two sources in real token ids, with validation/ beside it, under the mixture's name `tiny`."""
+def write_text_corpus(folder: Path, n_texts: int = 60, mixture: str = "tiny") -> Path:
+    """A corpus of two sources in real token ids, with validation/ beside it."""
     tokenizer = load_tokenizer()
     info = CorpusInfo(
-        corpus="text", mixture="tiny", tokenizer_name=tokenizer.name, vocab_size=tokenizer.vocab_size,
+        corpus="text", mixture=mixture, tokenizer_name=tokenizer.name, vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, shard_size_tokens=500,
         sources=[SourceInfo(id="prose", weight=0.5), SourceInfo(id="code", weight=0.5)],
     )  # fmt: skip
-    texts = [f"A sentence about the number {number}. And one more." for number in range(60)]
+    texts = [f"A sentence about the number {number}. And one more." for number in range(n_texts)]
     texts = [text if index % 2 else f"def f{index}(x):\n    return x + {index}\n" for index, text in enumerate(texts)]
     documents = [
         (np.array(tokenizer.encode(text)), 1 - index % 2, len(text.encode())) for index, text in enumerate(texts)
     ]
-    write_corpus(folder, info, documents[:50])
-    write_corpus(folder / "validation", info, documents[50:], split="validation")
+    write_corpus(folder, info, documents[:-10])
+    write_corpus(folder / "validation", info, documents[-10:], split="validation")
     return folder
 
 

@@ -66,7 +66,8 @@ CASES = {
     "recipe is empty": (lambda: Path("recipe.yaml").write_text(""), PRETRAIN, ["recipe.yaml", "empty"]),
     "recipe is no text": (lambda: Path("recipe.yaml").write_bytes(b"\xff\x00"), PRETRAIN, ["recipe.yaml"]),
     "rate is not finite": (lambda: edit_recipe("lr: 0.01", "lr: .nan"), PRETRAIN, ["training.lr", "nan", "finite"]),
-    "deviation is not finite": (None, [*PRETRAIN, "--set", "model.init_std=.inf"], ["--set model.init_std=.inf", "finite"]),
+    "deviation is not finite": (
+        None, [*PRETRAIN, "--set", "model.init_std=.inf"], ["--set model.init_std=.inf", "finite"]),
     "unknown key": (None, [*PRETRAIN, "--set", "model.d_modle=1"], ["model.d_modle", "d_model"]),
     "heads do not fit": (None, [*PRETRAIN, "--set", "model.n_kv_heads=3"], ["n_heads is 2", "n_kv_heads (3)"]),
     "fp16": (None, [*PRETRAIN, "--set", "model.dtype=fp16"], ["model.dtype is fp16", "bf16 or fp32"]),
@@ -87,7 +88,8 @@ CASES = {
     "truncated shard": (
         lambda: Path("corpus/shard_00000.bin").write_bytes(b"1234"), PRETRAIN, ["corpus/shard_00000.bin", "4 bytes"]),
     "missing shard": (lambda: Path("corpus/shard_00000.bin").unlink(), PRETRAIN, ["corpus/shard_00000.bin"]),
-    "EOS beyond the rows": (lambda: edit_manifest(eos_token_id=128009), PRETRAIN, ["eos_token_id is 128009", "64 rows"]),
+    "EOS beyond the rows": (
+        lambda: edit_manifest(eos_token_id=128009), PRETRAIN, ["eos_token_id is 128009", "64 rows"]),
     "pad beyond the rows": (lambda: edit_manifest(pad_token_id=64), PRETRAIN, ["pad_token_id is 64", "64 rows"]),
     "vocabulary of another tokenizer": (
         lambda: edit_manifest(vocab_size=128000), PRETRAIN, ["vocab_size is 128000", "64 rows"]),
@@ -102,7 +104,8 @@ CASES = {
     "nothing to resume": (None, ["pretrain", "--config", "recipe.yaml", "--resume", "latest"], ["recipe-NNN", "--out"]),
     "no such step": (
         None, ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume-from", "3"], ["run", "3"]),
-    "two ways to resume": (None, [*PRETRAIN, "--resume-from", "3", "--auto-resume"], ["--resume-from", "--auto-resume"]),
+    "two ways to resume": (
+        None, [*PRETRAIN, "--resume-from", "3", "--auto-resume"], ["--resume-from", "--auto-resume"]),
     "recipe changed on resume": (
         None, ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume", "latest", "--set", "training.lr=0.5"],
         ["training.lr was 0.01, is 0.5"]),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.attention import Attention
 from gpt_oss_lite.model.documents import positions_in_documents
+from gpt_oss_lite.model.fused.block import FusedBlock, why_not_fused
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import Embedding, Linear, RMSNorm, compute_dtype
 from gpt_oss_lite.model.moe import MoE
@@ -45,6 +46,8 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.moe_norm = RMSNorm(config.d_model, config.norm_eps)
         self.moe = MoE(config)
+        self._config, self._layer = config, layer
+        self._fused: FusedBlock | None = None
 
     def forward(
         self,
@@ -55,6 +58,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, LayerStats]:
         """The residual stream keeps its dtype; attention and experts work in the compute dtype."""
         dtype = compute_dtype(self.attn.q_proj.weight)
+        if cache is None and why_not_fused(self._config, x_BTD.device.type, dtype) is None:
+            self._fused = self._fused or FusedBlock(self._config, self._layer)
+            return self._fused(self, x_BTD, rotary)
         attended = self.attn(self.attn_norm(x_BTD).to(dtype), rotary, document_ids_BT, cache)
         x_BTD = x_BTD + attended.to(x_BTD.dtype)
         fed_forward, stats = self.moe(self.moe_norm(x_BTD).to(dtype))

@@ -19,10 +19,10 @@ from shared_data.commits import fingerprint
 from shared_data.config import PIPELINE_VERSION
 from shared_data.console import run_app, say
 from shared_data.executor import Task, run_tasks
-from shared_data.files import write_atomic
+from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
 from shared_data.packing import Documents, PackShard, Plan, plan_splits, read_documents
-from shared_data.publish import publish, remove_corpus, remove_strays, write_if_new
+from shared_data.publish import publish, remove_corpus, remove_strays
 from shared_data.scripts.tokenize import check_tokenizer
 from shared_data.shard_writer import shard_name, split_into_shards
 from shared_data.stage import Context, Part, read_parts, show_table
@@ -157,7 +157,7 @@ def finish_split(context: Context, packing: Packing, split: str, tasks: list[Tas
     run_tasks(tasks, workers=context.workers, label=f"pack {split}")
     remove_strays(folder, [shard_name(index) for index in range(len(tasks))])
     manifest = build_manifest(folder)
-    write_if_new(manifest, folder)
+    write_if_changed(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 
@@ -190,7 +190,7 @@ def run(context: Context) -> dict[str, Any]:
         "oversized_documents": manifests["train"].oversized_documents,
         "validation_tokens": manifests["validation"].total_tokens if "validation" in manifests else 0,
     }
-    write_atomic(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")
+    write_if_changed(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")
     show(report)
     return report
 

@@ -190,6 +190,16 @@ def test_documents_of_a_window_do_not_see_each_other() -> None:
     assert relative_error(unmasked, apart) > 1e-2
 
 
+def test_positions_count_from_the_documents_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen at the rotary tables: attention inside a document only depends on differences, so no output shows it."""
+    model = GPTOSS(SMALL.replace(document_mask=True))
+    seen, tables = [], model.rotary.tables
+    monkeypatch.setattr(model.rotary, "tables", lambda positions: seen.append(positions) or tables(positions))
+    ids = torch.tensor([[5, 7, 5, 5, 7, 5]])
+    model(ids, document_ids_BT=document_ids(ids, 7))
+    assert seen[0].tolist() == [[0, 1, 0, 1, 2, 0]]
+
+
 def test_document_ids_need_the_key() -> None:
     ids = random_ids(SMALL)
     with pytest.raises(ValueError, match=r"model\.document_mask is false"):
@@ -219,6 +229,19 @@ def test_forward_returns_logits_and_the_balancing_loss() -> None:
     assert stats.entropy.shape == (3,)
     assert not stats.expert_load.requires_grad
     assert not stats.entropy.requires_grad
+
+
+def test_router_losses_are_means_over_the_layers() -> None:
+    model = lively(GPTOSS(SMALL))
+    layers = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _inputs, outputs: layers.append(outputs[1]))
+    _, stats = model.hidden_states(random_ids(SMALL))
+    assert len(layers) == 3
+    assert stats.aux.item() == pytest.approx(sum(layer.aux.item() for layer in layers) / 3)
+    assert stats.z_loss.item() == pytest.approx(sum(layer.z_loss.item() for layer in layers) / 3)
+    assert torch.equal(stats.entropy, torch.stack([layer.entropy for layer in layers]))
+    assert torch.equal(stats.expert_load, torch.stack([layer.expert_load_E for layer in layers]))
 
 
 def test_scale_changes_the_model_and_back() -> None:

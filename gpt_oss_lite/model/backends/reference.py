@@ -49,16 +49,14 @@ def sink_attention(
     recompute = len(blocks) > 1 and torch.is_grad_enabled()
     outputs = []
     for start in blocks:
-        stop = min(start + QUERY_BLOCK, n_queries)
-        first_position, last_key = n_keys - n_queries + start, n_keys - n_queries + stop
+        queries = slice(start, min(start + QUERY_BLOCK, n_queries))
+        first_position = n_keys - n_queries + start
         first_key = 0 if window is None else max(0, first_position - window + 1)
-        visible = _visible(first_position, last_key, first_key, window, q_BHTC.device)
-        if document_ids_BT is not None:
-            same_BTS = document_ids_BT[:, start:stop, None] == document_ids_BT[:, None, first_key:last_key]
-            visible = visible & same_BTS[:, None, None]
+        keys = slice(first_key, n_keys - n_queries + queries.stop)
+        documents = None if document_ids_BT is None else (document_ids_BT[:, queries], document_ids_BT[:, keys])
         inputs = (
-            q_BHTC[:, :, start:stop], k_BGSC[:, :, first_key:last_key], v_BGSC[:, :, first_key:last_key],
-            sinks_H, visible,
+            q_BHTC[:, :, queries], k_BGSC[:, :, keys], v_BGSC[:, :, keys], sinks_H,
+            first_position - first_key, window, documents,
         )  # fmt: skip
         if recompute:
             outputs.append(checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False))
@@ -67,27 +65,25 @@ def sink_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _visible(first_position: int, last_key: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query sees, (T, S) bool.
-
-    The queries stand at positions [first_position, last_key), the keys at [first_key, last_key).
-    """
-    positions_T1 = torch.arange(first_position, last_key, device=device)[:, None]
-    positions_S = torch.arange(first_key, last_key, device=device)
-    visible_TS = positions_S <= positions_T1
-    return visible_TS if window is None else visible_TS & (positions_T1 - positions_S < window)
-
-
-def _attend(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, sinks_H: Tensor | None, visible: Tensor) -> Tensor:
-    """Attention of one block of queries; `visible` broadcasts to (B, G, Q, T, S)."""
+def _attend(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    sinks_H: Tensor | None,
+    offset: int,
+    window: int | None,
+    documents: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention of one block of queries; query t stands where key t + offset does."""
     batch, n_heads, n_queries, head_dim = q_BHTC.shape
     n_kv_heads, n_keys = k_BGSC.shape[1], k_BGSC.shape[2]
     grouped = (batch, n_kv_heads, n_heads // n_kv_heads, n_queries)
+    hidden = ~_visible(n_queries, n_keys, offset, window, documents, q_BHTC.device)
     with without_autocast(q_BHTC):
         q, k, v = at_least_fp32(q_BHTC), at_least_fp32(k_BGSC), at_least_fp32(v_BGSC)
         # The query heads of a group lie one after the other, so they fold into the rows and no key is copied.
         rows_q = (q * head_dim**-0.5).reshape(batch, n_kv_heads, -1, head_dim)
-        logits = (rows_q @ k.transpose(2, 3)).view(*grouped, n_keys).masked_fill(~visible, float("-inf"))
+        logits = (rows_q @ k.transpose(2, 3)).view(*grouped, n_keys).masked_fill(hidden, float("-inf"))
         if sinks_H is None:
             probs = logits.softmax(dim=-1)
         else:
@@ -95,6 +91,25 @@ def _attend(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, sinks_H: Tensor | No
             probs = torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
         out = probs.reshape(batch, n_kv_heads, -1, n_keys) @ v
     return out.view(batch, n_heads, n_queries, head_dim).to(q_BHTC.dtype)
+
+
+def _visible(
+    n_queries: int,
+    n_keys: int,
+    offset: int,
+    window: int | None,
+    documents: tuple[Tensor, Tensor] | None,
+    device: torch.device,
+) -> Tensor:
+    """Which keys each query sees: (T, S) bool, or (B, 1, 1, T, S) with documents."""
+    distance_TS = torch.arange(n_queries, device=device)[:, None] + offset - torch.arange(n_keys, device=device)
+    visible = distance_TS >= 0
+    if window is not None:
+        visible = visible & (distance_TS < window)
+    if documents is not None:
+        queries_BT, keys_BS = documents
+        visible = visible & (queries_BT[:, None, None, :, None] == keys_BS[:, None, None, None, :])
+    return visible
 
 
 class _PermuteRows(torch.autograd.Function):

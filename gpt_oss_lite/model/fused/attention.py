@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_oss_lite.model.fused.attention_kernels import attention_backward, attention_forward
+from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
+from gpt_oss_lite.model.fused.causal_attention import causal_attention, causal_attention_backward
 from gpt_oss_lite.model.fused.weights import JoinedWeight, split
 from gpt_oss_lite.model.kernels.rms_norm import rms_norm, rms_norm_backward
 from gpt_oss_lite.model.kernels.rope import rope_, rope_backward
 from gpt_oss_lite.model.kernels.sink import add_sink_, sink_gradient
-
-SINK_MIN, SINK_MAX = -10.0, 15.0
+from gpt_oss_lite.model.kernels.window_attention import window_attention, window_attention_backward
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,39 @@ class FusedAttention(torch.autograd.Function):
         h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
         qkv_NC = h_ND @ w_qkv.t()
         rope_(qkv_NC, cos_TP, sin_TP, geometry.n_heads, geometry.n_kv_heads)
-        o_BTHd, lse_BHT, ctx.state = attention_forward(*_views(qkv_NC, geometry, batch), geometry.window)
-        if sink_H is not None:
-            add_sink_(o_BTHd, lse_BHT, sink_H.clamp(SINK_MIN, SINK_MAX))
+        clamped_H = None if sink_H is None else sink_H.clamp(SINK_MIN, SINK_MAX)
+        state: tuple[Tensor, ...] = ()
+        if geometry.window is not None:
+            o_BTHd, lse_BHT = window_attention(
+                qkv_NC, clamped_H, batch, geometry.n_heads, geometry.n_kv_heads, geometry.window
+            )
+        else:
+            o_BTHd, lse_BHT, state = causal_attention(*_views(qkv_NC, geometry, batch))
+            if clamped_H is not None:
+                add_sink_(o_BTHd, lse_BHT, clamped_H)
         ctx.geometry, ctx.weights, ctx.parameters = geometry, (w_qkv, w_out), (q_proj, kv_proj)
-        ctx.save_for_backward(x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H)
+        ctx.save_for_backward(x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, *state)
         return torch.addmm(x_ND, o_BTHd.view(x_ND.shape[0], -1), w_out.t())
 
     @staticmethod
-    def backward(ctx: Any, dout_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H = ctx.saved_tensors
+    def backward(ctx: Any, dout_ND: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, *state = ctx.saved_tensors
         geometry, (w_qkv, w_out) = ctx.geometry, ctx.weights
         dout_ND = dout_ND.contiguous()
         do_BTHd = (dout_ND @ w_out).view_as(o_BTHd)
         do_proj = matrix_gradient(dout_ND, o_BTHd.view(dout_ND.shape[0], -1))
-        dsink_H = None
-        if sink_H is not None:
-            dsink_H = sink_gradient(do_BTHd, o_BTHd, lse_BHT, sink_H.clamp(SINK_MIN, SINK_MAX))
+        clamped_H = None if sink_H is None else sink_H.clamp(SINK_MIN, SINK_MAX)
+        if geometry.window is not None:
+            dqkv_NC, dsink_H = window_attention_backward(do_BTHd, qkv_NC, o_BTHd, lse_BHT, clamped_H, geometry.window)
+            # Turning by the negative angle is the transposed turn.
+            rope_(dqkv_NC, cos_TP, -sin_TP, geometry.n_heads, geometry.n_kv_heads)
+        else:
+            dsink_H = None if clamped_H is None else sink_gradient(do_BTHd, o_BTHd, lse_BHT, clamped_H)
+            parts = _views(qkv_NC, geometry, o_BTHd.shape[0])
+            gradients = causal_attention_backward(do_BTHd, *parts, o_BTHd, lse_BHT, state)
+            dqkv_NC = rope_backward(*gradients, cos_TP, sin_TP)
+        if dsink_H is not None:
             dsink_H = dsink_H * ((sink_H >= SINK_MIN) & (sink_H <= SINK_MAX))
-        parts = _views(qkv_NC, geometry, o_BTHd.shape[0])
-        gradients = attention_backward(do_BTHd, *parts, o_BTHd, lse_BHT, ctx.state, geometry.window)
-        dqkv_NC = rope_backward(*gradients, cos_TP, sin_TP)
         dq_proj, dkv_proj = split(matrix_gradient(dqkv_NC, h_ND), ctx.parameters)
         dx_ND, dgain_D = rms_norm_backward(dqkv_NC @ w_qkv, dout_ND, x_ND, gain_D, rstd_N)
         return None, None, None, None, dx_ND, dgain_D, dsink_H, dq_proj, dkv_proj, do_proj

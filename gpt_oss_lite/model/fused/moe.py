@@ -16,7 +16,14 @@ from torch import Tensor
 from gpt_oss_lite.model.fused.attention import matrix_gradient
 from gpt_oss_lite.model.fused.weights import JoinedWeight
 from gpt_oss_lite.model.kernels.permute import group_by_expert, sum_rows, tokens_to_rows
-from gpt_oss_lite.model.kernels.router import Routing, norm_and_route, route_backward
+from gpt_oss_lite.model.kernels.rms_norm import rms_norm
+from gpt_oss_lite.model.kernels.router import (
+    Routing,
+    choose_backward,
+    choose_experts,
+    experts_input_backward,
+    router_gradient,
+)
 from gpt_oss_lite.model.kernels.swiglu import swiglu, swiglu_backward
 
 
@@ -65,43 +72,46 @@ class FusedMoE(torch.autograd.Function):
         w_gate_up = geometry.gate_up.get(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
         w_down = geometry.down.get([[down] for down in downs[:n]], x_ND.dtype)
 
-        routing = norm_and_route(x_ND, gain_D, router_ED, bias_E, geometry.eps, geometry.experts_per_token)
+        h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
+        routing = choose_experts(h_ND, router_ED, bias_E, geometry.experts_per_token)
         row_of_slot_NK, weight_R, offsets_E = group_by_expert(routing.expert_NK, routing.weight_NK, n)
-        rows_RD = tokens_to_rows(routing.h_ND, row_of_slot_NK)
+        rows_RD = tokens_to_rows(h_ND, row_of_slot_NK)
         gate_up_R2F = grouped_product(rows_RD, w_gate_up.transpose(1, 2), offsets_E)
         hidden_RF = swiglu(gate_up_R2F, weight_R, geometry.clamped)
         out_RD = grouped_product(hidden_RF, w_down.transpose(1, 2), offsets_E)
 
-        base_ND, shared = x_ND, None
+        shared_ND: Tensor | None = None
+        shared: tuple[Tensor, ...] = ()
         if geometry.n_shared_experts:
             w_shared = geometry.shared_gate_up.get([[gates[n], ups[n]]], x_ND.dtype)
             w_shared_down = geometry.shared_down.get([[downs[n]]], x_ND.dtype)
-            shared_gate_up = routing.h_ND @ w_shared.t()
+            shared_gate_up = h_ND @ w_shared.t()
             shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
-            base_ND = torch.addmm(x_ND, shared_hidden, w_shared_down.t())
+            shared_ND = shared_hidden @ w_shared_down.t()
             shared = (shared_gate_up, shared_hidden)
-        y_ND = sum_rows(out_RD, row_of_slot_NK, base_ND)
+        y_ND = sum_rows(out_RD, row_of_slot_NK, x_ND, shared_ND)
 
         n_tokens = x_ND.shape[0]
         load_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).float() / routing.expert_NK.numel()
-        aux = n * (load_E * routing.prob_sum_E).sum() / n_tokens
-        z_loss, entropy = routing.squared_lse_sum / n_tokens, routing.entropy_sum / n_tokens
+        aux = n * (load_E * routing.sums[:n]).sum() / n_tokens
+        entropy, z_loss = routing.sums[n] / n_tokens, routing.sums[n + 1] / n_tokens
         ctx.geometry, ctx.shapes = geometry, (gates[0].shape[0], len(matrices))
         ctx.weights = (w_gate_up, w_down, *((w_shared, w_shared_down) if shared else ()))
         ctx.n_routing = len(routing)
         ctx.has_bias = bias_E is not None
         ctx.save_for_backward(
-            x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E,
-            *routing, *(shared or ()),
+            x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
+            load_E, *routing, *shared,
         )  # fmt: skip
         ctx.mark_non_differentiable(load_E, entropy)
         return y_ND, aux, z_loss, load_E, entropy
 
     @staticmethod
-    def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF, load_E, *rest = (
-            ctx.saved_tensors
-        )
+    def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (
+            x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
+            load_E, *rest,
+        ) = ctx.saved_tensors  # fmt: skip
         routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
         geometry, n_tokens = ctx.geometry, x_ND.shape[0]
         w_gate_up, w_down, *w_shared = ctx.weights
@@ -125,17 +135,19 @@ class FusedMoE(torch.autograd.Function):
             shared_gate_up, shared_hidden = shared
             dshared_gate_up, _none = swiglu_backward(dy_ND @ w_shared[1], shared_gate_up, None, geometry.clamped)
             ddowns.append(matrix_gradient(dy_ND, shared_hidden))
-            dshared = matrix_gradient(dshared_gate_up, routing.h_ND)
+            dshared = matrix_gradient(dshared_gate_up, h_ND)
             dgates.append(dshared[:hidden_size])
             dups.append(dshared[hidden_size:])
             dshared_ND = dshared_gate_up @ w_shared[0]
 
         assert dweight_R is not None
-        dx_ND, dgain_D, drouter_ED, dbias_E = route_backward(
-            drows_RD, dshared_ND, dy_ND, x_ND, gain_D, router_ED, routing, row_of_slot_NK, dweight_R,
-            daux * geometry.n_experts * load_E / n_tokens, dz * 2.0 / n_tokens,
-        )  # fmt: skip
-        return None, dx_ND, dgain_D, drouter_ED, dbias_E if ctx.has_bias else None, *dgates, *dups, *ddowns
+        dprob_E, dlse = daux * geometry.n_experts * load_E / n_tokens, dz * 2.0 / n_tokens
+        dlogits_NE = choose_backward(routing, row_of_slot_NK, dweight_R, dprob_E, dlse)
+        dx_ND, dgain_D = experts_input_backward(
+            drows_RD, dshared_ND, dlogits_NE, dy_ND, x_ND, gain_D, rstd_N, router_ED, row_of_slot_NK
+        )
+        dbias_E = dlogits_NE.sum(0) if ctx.has_bias else None
+        return None, dx_ND, dgain_D, router_gradient(dlogits_NE, h_ND), dbias_E, *dgates, *dups, *ddowns
 
 
 def _by_kind(matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:

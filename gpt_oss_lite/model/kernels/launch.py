@@ -13,14 +13,14 @@ def next_power_of_2(size: int) -> int:
 
 
 @functools.cache
-def persistent_programs(device: torch.device) -> int:
-    """Programs of a kernel that loops over rows and keeps sums in registers: a few per multiprocessor.
+def persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Programs of a kernel that loops over rows and keeps sums in registers.
 
     The number decides how many partial sums are added at the end, so it is a constant of the device.
     """
     if device.type != "cuda":
         return 4
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check_contiguous(*tensors: Tensor) -> None:

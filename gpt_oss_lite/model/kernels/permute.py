@@ -62,13 +62,17 @@ def _to_rows(x_ptr, row_of_slot_ptr, rows_ptr, n_tokens, D: tl.constexpr, K: tl.
 
 
 @triton.jit
-def _sum_rows(rows_ptr, row_of_slot_ptr, base_ptr, out_ptr, n_tokens, D: tl.constexpr, K: tl.constexpr,
-              TOKENS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+def _sum_rows(
+    rows_ptr, row_of_slot_ptr, x_ptr, shared_ptr, out_ptr, n_tokens,
+    D: tl.constexpr, K: tl.constexpr, HAS_SHARED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     cols = tl.arange(0, COLS)
     mask = (tokens[:, None] < n_tokens) & (cols[None, :] < D)
     offsets = tokens[:, None].to(tl.int64) * D + cols[None, :]
-    total = tl.load(base_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SHARED:
+        total += tl.load(shared_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_of_slot_ptr + tokens * K + k, mask=tokens < n_tokens, other=0).to(tl.int64)
         total += tl.load(rows_ptr + row[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -110,12 +114,13 @@ def tokens_to_rows(x_ND: Tensor, row_of_slot_NK: Tensor) -> Tensor:
     return rows_RD
 
 
-def sum_rows(rows_RD: Tensor, row_of_slot_NK: Tensor, base_ND: Tensor) -> Tensor:
-    """base plus the sum of each token's K rows, summed in fp32: (N, D) in base's dtype."""
-    check_contiguous(rows_RD, row_of_slot_NK, base_ND)
-    (n_tokens, width), k = base_ND.shape, row_of_slot_NK.shape[1]
-    out_ND = torch.empty_like(base_ND)
+def sum_rows(rows_RD: Tensor, row_of_slot_NK: Tensor, x_ND: Tensor, shared_ND: Tensor | None) -> Tensor:
+    """x, plus shared where given, plus the sum of each token's K rows; summed in fp32, (N, D) in x's dtype."""
+    check_contiguous(rows_RD, row_of_slot_NK, x_ND)
+    (n_tokens, width), k = x_ND.shape, row_of_slot_NK.shape[1]
+    out_ND = torch.empty_like(x_ND)
     _sum_rows[(triton.cdiv(n_tokens, ROWS),)](
-        rows_RD, row_of_slot_NK, base_ND, out_ND, n_tokens, D=width, K=k, TOKENS=ROWS, COLS=next_power_of_2(width)
-    )
+        rows_RD, row_of_slot_NK, x_ND, shared_ND, out_ND, n_tokens,
+        D=width, K=k, HAS_SHARED=shared_ND is not None, TOKENS=ROWS, COLS=next_power_of_2(width),
+    )  # fmt: skip
     return out_ND

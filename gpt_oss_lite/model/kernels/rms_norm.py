@@ -11,10 +11,16 @@ from torch import Tensor
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2, persistent_programs
 
 ROWS = 4
+WARPS = 2
+ROWS_BACKWARD = 2
+WARPS_BACKWARD = 2
+PROGRAMS_BACKWARD = 8
 
 
 @triton.jit
-def _forward(x_ptr, gain_ptr, h_ptr, rstd_ptr, n_rows, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _rms_norm_forward(
+    x_ptr, gain_ptr, h_ptr, rstd_ptr, n_rows, eps, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows[:, None] < n_rows) & (cols[None, :] < D)
@@ -27,7 +33,7 @@ def _forward(x_ptr, gain_ptr, h_ptr, rstd_ptr, n_rows, eps, D: tl.constexpr, ROW
 
 
 @triton.jit
-def _backward(
+def _rms_norm_backward(
     dh_ptr, residual_ptr, x_ptr, gain_ptr, rstd_ptr, dx_ptr, dgain_ptr, n_rows,
     D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +67,9 @@ def rms_norm(x_ND: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     h_ND = torch.empty_like(x_ND)
     rstd_N = torch.empty(n_rows, dtype=torch.float32, device=x_ND.device)
     grid = (triton.cdiv(n_rows, ROWS),)
-    _forward[grid](x_ND, gain_D, h_ND, rstd_N, n_rows, eps, D=width, ROWS=ROWS, COLS=next_power_of_2(width))
+    _rms_norm_forward[grid](
+        x_ND, gain_D, h_ND, rstd_N, n_rows, eps, D=width, ROWS=ROWS, COLS=next_power_of_2(width), num_warps=WARPS
+    )
     return h_ND, rstd_N
 
 
@@ -79,10 +87,11 @@ def rms_norm_backward(
     check_contiguous(dh_ND, x_ND, gain_D)
     n_rows, width = x_ND.shape
     dx_ND = torch.empty_like(x_ND)
-    programs = persistent_programs(x_ND.device)
+    programs = persistent_programs(x_ND.device, PROGRAMS_BACKWARD)
     dgain_PD = torch.empty(programs, width, dtype=torch.float32, device=x_ND.device)
-    _backward[(programs,)](
+    _rms_norm_backward[(programs,)](
         dh_ND, residual_ND, x_ND, gain_D, rstd_N, dx_ND, dgain_PD, n_rows,
-        D=width, HAS_RESIDUAL=residual_ND is not None, ROWS=1, COLS=next_power_of_2(width),
+        D=width, HAS_RESIDUAL=residual_ND is not None, ROWS=ROWS_BACKWARD, COLS=next_power_of_2(width),
+        num_warps=WARPS_BACKWARD,
     )  # fmt: skip
     return dx_ND, dgain_PD.sum(0)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2, persistent_programs
 
+PROGRAMS = 16
+
 
 @triton.jit
 def _add_sink(
@@ -70,7 +72,7 @@ def sink_gradient(do_BTHd: Tensor, o_BTHd: Tensor, lse_BHT: Tensor, sink_H: Tens
     """Gradient of the clamped sinks (H,) fp32, from o' and L."""
     check_contiguous(do_BTHd, o_BTHd, lse_BHT)
     batch, seq_len, n_heads, head_dim = o_BTHd.shape
-    programs = persistent_programs(o_BTHd.device)
+    programs = persistent_programs(o_BTHd.device, PROGRAMS)
     dsink_PH = torch.empty(programs, n_heads, dtype=torch.float32, device=o_BTHd.device)
     _sink_gradient[(programs,)](
         do_BTHd, o_BTHd, lse_BHT, sink_H, dsink_PH, batch * seq_len, seq_len,
