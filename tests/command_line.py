@@ -56,7 +56,9 @@ def write_recipe(path: Path, corpus: Path, **training: object) -> Path:
     return tiny_run.write_recipe(path, corpus, model=MODEL_SETTINGS, **{**TRAINING_SETTINGS, **training})
 
 
-def run(*words: str | Path, cwd: Path = ROOT, unprivileged: bool = False, **environment: str) -> subprocess.CompletedProcess:
+def run(
+    *words: str | Path, cwd: Path = ROOT, unprivileged: bool = False, **environment: str
+) -> subprocess.CompletedProcess:
     """Run a command in a process of its own; `unprivileged` holds also root to the files' permissions."""
     prefix = []
     if unprivileged:
@@ -64,7 +66,11 @@ def run(*words: str | Path, cwd: Path = ROOT, unprivileged: bool = False, **envi
         assert setpriv, "setpriv (util-linux) holds root to the files' permissions"
         prefix = [setpriv, "--inh-caps=-dac_override,-dac_read_search", "--bounding-set=-dac_override,-dac_read_search"]
     command = [*prefix, *(sys.executable if word == "python" else str(word) for word in words)]
-    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         command, cwd=cwd, env={**variables, **environment}, capture_output=True, text=True, timeout=300
     )
