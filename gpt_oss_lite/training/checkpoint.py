@@ -12,10 +12,10 @@ checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors
 weights_only=True.
 """
 
+import errno
 import hashlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
@@ -31,13 +32,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, free_bytes, kept_steps
+from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.seeding import restore_rng
 from gpt_oss_lite.training.snapshot import (
     DamagedCheckpoint,
     Snapshot,
+    check_weights_fit,
     load_model_tensors,
     load_optimizer,
     load_scheduler,
+    read_tensors,
     take_snapshot,
 )
 from shared_data.console import say
@@ -109,7 +114,7 @@ class CheckpointManager:
             raise DamagedCheckpoint(
                 f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             well_formed = False
         if not well_formed:
             raise DamagedCheckpoint(f"{path} is damaged; choose another step")
@@ -153,9 +158,14 @@ class CheckpointManager:
         self.prune(newest=step)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. An older checkpoint of the same step is void from the first byte on."""
+        """Write a snapshot. An older checkpoint of the same step is void from the first byte on.
+
+        Raises:
+            OSError: it could not be written whole, or has no room; there is no meta of this step then.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         step = snapshot.step
+        assert_room_to_write(self.folder, snapshot.n_bytes + OVERHEAD_BYTES)
         self._remove(self._path("meta", step))
         files: dict[str, dict[str, Any]] = {}
         writers: dict[str, Callable[[Path], None]] = {
@@ -166,8 +176,9 @@ class CheckpointManager:
         }
         for kind, write in writers.items():
             path = self._path(kind, step)
-            with _atomic_path(path) as temporary:
+            with _atomic_path(path) as temporary, _as_os_error(path):
                 write(temporary)
+                _assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
         meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
         write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": _digest(meta)}, indent=2) + "\n")
@@ -204,21 +215,12 @@ class CheckpointManager:
         meta = self.verify(step) if check_hashes else self.meta(step)
         load_model_tensors(model, self._path("model", step))
         if optimizer is not None:
-            load_optimizer(model, optimizer, self._read_tensors("optim", step))
+            load_optimizer(model, optimizer, read_tensors(self._path("optim", step)))
         if scheduler is not None:
-            load_scheduler(scheduler, self._read_tensors("sched", step))
+            load_scheduler(scheduler, read_tensors(self._path("sched", step)))
         if with_rng:
-            restore_rng(self._read_tensors("rng", step))
+            restore_rng(read_tensors(self._path("rng", step)))
         return meta
-
-    def _read_tensors(self, kind: str, step: int) -> dict[str, Any]:
-        path = self._path(kind, step)
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise DamagedCheckpoint(
-                f"{path} does not hold tensors, numbers and strings ({type(error).__name__})"
-            ) from None
 
     # Pruning
 
@@ -236,9 +238,8 @@ class CheckpointManager:
         if n < 1:
             raise ValueError(f"n is {n}: at least 1 checkpoint stays")
         steps = [step for step in self.list_checkpoints() if newest is None or step <= newest]
-        for step in steps[:-n]:
-            if not (self.keep_every and step % self.keep_every == 0):
-                self.delete_checkpoint(step)
+        for step in sorted(set(steps) - kept_steps(steps, n, self.keep_every)):
+            self.delete_checkpoint(step)
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete one checkpoint.
@@ -285,6 +286,32 @@ def _digest(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
+def _assert_whole(path: Path) -> None:
+    """Refuse a file that a write left short without an error, as some network file systems do.
+
+    Raises:
+        OSError: the file does not read as what was written.
+    """
+    try:
+        if path.name.endswith(".safetensors" + TEMPORARY_SUFFIX):
+            safe_open(path, "pt")
+        else:
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise OSError(errno.EIO, f"written incompletely ({type(error).__name__})", str(path)) from None
+
+
+@contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+    """The libraries' own errors in writing a file, which hide the system's, as OSError."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        text = str(error).splitlines()[0]
+        code = errno.ENOSPC if "No space left" in str(error) or free_bytes(path.parent) == 0 else errno.EIO
+        raise OSError(code, f"could not be written ({text})", str(path)) from error
+
+
 @contextmanager
 def _atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path for writers that open files by name: fsynced and renamed when the block ends without an error.
@@ -294,7 +321,8 @@ def _atomic_path(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        temporary.touch()
+        temporary.unlink(missing_ok=True)  # left by a killed process; or a link that would lead the write elsewhere
+        temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         yield temporary
         os.chmod(temporary, mode)  # safetensors' own file is for its owner alone, whatever the umask
@@ -317,6 +345,21 @@ def checkpoint_folder(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder")
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def _check_size_before_building(config: ModelConfig, path: Path) -> None:
+    """Hold a config's size against the file's header, so that a forged one cannot ask for any amount of memory."""
+    try:
+        with safe_open(path, "pt") as file:
+            n_tensors = len(list(file.keys()))
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+    if config.n_layers * config.n_experts > n_tensors:
+        raise UserError(
+            f"{path} is of another model: it has {n_tensors} tensors, but its meta says {config.n_layers} layers of "
+            f"{config.n_experts} experts"
+        )
+    check_weights_fit(meta_model(config), path)
 
 
 def load_model(
@@ -345,6 +388,7 @@ def load_model(
         raise UserError(
             f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"
         ) from None
+    _check_size_before_building(config, manager.folder / f"model_step_{step}.safetensors")
     model = GPTOSS(config)
     meta = manager.load(model, step)
     return model.to(device).eval(), meta
