@@ -78,7 +78,7 @@ class TrainingConfig(ConfigBlock):
     nan_guard_lr_steps: int = Field(200, ge=0)
     """Steps after a rollback's checkpoint that nan_guard_lr_factor holds for."""
     spike_zscore: float = Field(8.0, ge=0)
-    """Standard deviations above its running mean at which a step's loss or gradient norm is an event; 0: not watched."""
+    """Standard deviations above its running mean at which a step's loss or gradient norm is an event; 0: off."""
     spike_window: int = Field(200, ge=2)
     """Steps that the running mean and deviation look back over; the first so many steps are never spikes."""
     skip_spikes: bool = False

@@ -69,7 +69,9 @@ class BackgroundWriter:
     def _run(self, step: int, write: Callable[[], None]) -> None:
         started = time.perf_counter()
         error: OSError | None = None
-        for attempt, pause_s in enumerate((*self._pauses_s, None), 1):
+        attempts = 0
+        for pause_s in (*self._pauses_s, None):
+            attempts += 1
             try:
                 write()
                 error = None
@@ -83,4 +85,4 @@ class BackgroundWriter:
                 return
             if pause_s is not None:
                 time.sleep(pause_s)
-        self._finished.append(Outcome(step, time.perf_counter() - started, attempt, error))
+        self._finished.append(Outcome(step, time.perf_counter() - started, attempts, error))

@@ -267,6 +267,10 @@ class CheckpointManager:
         suffix = {"model": "safetensors", "meta": "json"}.get(kind, "pt")
         return self.folder / f"{kind}_step_{step}.{suffix}"
 
+    def files(self, step: int) -> list[Path]:
+        """The paths of a step's files, meta last."""
+        return [self._path(kind, step) for kind in (*KINDS, "meta")]
+
     def _is_complete(self, step: int) -> bool:
         try:
             files = self.meta(step)["files"]

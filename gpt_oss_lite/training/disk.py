@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpt_oss_lite.config import TrainingConfig
-from shared_data.console import say
 from shared_data.errors import UserError
 
 BYTES_PER_PARAMETER = 12
@@ -90,12 +89,3 @@ def check_room_for_run(
         "free: the run will not be able to save its later ones; make room, or set training.keep_last_n or "
         "training.keep_every lower"
     )
-
-
-def warn_about_room(
-    folder: Path, n_parameters: int, training: TrainingConfig, stop_step: int, there: int = 0
-) -> None:
-    """Say `check_room_for_run`'s warning, if it has one."""
-    warning = check_room_for_run(folder, n_parameters, training, stop_step, there)
-    if warning:
-        say(f"warning: {warning}")

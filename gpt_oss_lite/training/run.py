@@ -1,8 +1,10 @@
 """A run: what a command asked for, checked before anything is written, and the live objects of the loop."""
 
 import math
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,16 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, che
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import set_knobs
 from gpt_oss_lite.training.logger import Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
+from gpt_oss_lite.training.mirror import Mirror, bring_back
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.run_folder import (
+    RECORD_NAME,
     ResumeRequest,
     check_unchanged,
     choose_run_folder,
@@ -34,8 +39,10 @@ from gpt_oss_lite.training.run_folder import (
     resume_step,
     versions,
 )
+from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
 from gpt_oss_lite.training.snapshot import check_weights_fit
+from gpt_oss_lite.training.spikes import SpikeWatch
 from gpt_oss_lite.training.stop import ignore_stop_signals
 from shared_data.console import say
 from shared_data.errors import UserError
@@ -78,6 +85,8 @@ class RunState:
     """Times that the run went back."""
     streak: int = 0
     """Non-finite micro-batches in a row up to here."""
+    slow_until: int = 0
+    """Steps before this one use the lower rate that follows a rollback."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +123,16 @@ class Run:
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
     checkpoints: CheckpointManager
+    saver: Saver
     guard: NanGuard
+    spikes: SpikeWatch
     logger: TrainingLogger
     throughput: Throughput
     peak_flops: float | None
     state: RunState
     batches: Iterator[MicroBatch]
+    waits: dict[int, Waited] = field(default_factory=dict)
+    """How long training stood still for each checkpoint that is being written."""
 
     @property
     def windows_per_step(self) -> int:
@@ -141,6 +154,7 @@ class Run:
             "model": self.recipe.model.model_dump(mode="json"),
             "rope_scale": self.recipe.model.rope_scale,
             "state": asdict(self.state),
+            "spikes": self.spikes.state(),
             "position": self.position,
             "tokens": self.state.step * self.windows_per_step * self.recipe.model.max_seq_len,
             "seed": self.seed,
@@ -157,6 +171,7 @@ def plan_run(options: PretrainOptions) -> Plan:
     recipe = load_recipe(options.config, options.overrides)
     _check_options(options, recipe)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
+    resuming = _ask_second_home(options, recipe.training.mirror, folder, resuming)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
     dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
@@ -167,7 +182,46 @@ def plan_run(options: PretrainOptions) -> Plan:
         check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
+    check_room(folder, recipe, options.max_steps)
     return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step)
+
+
+def _ask_second_home(options: PretrainOptions, url: str | None, folder: Path, resuming: bool) -> bool:
+    """Fetch what a run to be gone on with lacks here; refuse to start a new run over another's second home.
+
+    Returns:
+        Whether there is a run to go on with.
+    """
+    if url is None:
+        return resuming
+    mirror = Mirror(url, folder)
+    if options.resume.wanted:
+        bring_back(mirror, folder, options.resume_from)
+        return resuming or (folder / RECORD_NAME).is_file()
+    if mirror.holds_run():
+        raise UserError(
+            f"training.mirror is {url}: a run named {folder.name} is there already; go on with it (--resume latest), "
+            "or start another (--out elsewhere)"
+        )
+    return resuming
+
+
+def check_room(folder: Path, recipe: Recipe, max_steps: int | None) -> None:
+    """Foresee a full disk: a warning, or, when not even one checkpoint has room, an error.
+
+    Raises:
+        UserError: see `disk.check_room_for_run`.
+    """
+    training, checkpoints = recipe.training, folder / CHECKPOINTS
+    warning = check_room_for_run(
+        checkpoints,
+        meta_model(recipe.model).num_parameters(),
+        training,
+        max_steps or training.total_steps,
+        there=len(CheckpointManager(checkpoints).list_checkpoints()),
+    )
+    if warning:
+        say(f"warning: {warning}")
 
 
 def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
@@ -235,6 +289,7 @@ def open_run(plan: Plan) -> Run:
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
     order = DataOrder(len(plan.dataset), seed)
+    checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
         folder=plan.folder,
@@ -250,8 +305,10 @@ def open_run(plan: Plan) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         start_schedule=scheduler.state_dict(),
-        checkpoints=CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, 10 * training.save_interval),
+        checkpoints=checkpoints,
+        saver=Saver(checkpoints, None if training.mirror is None else Mirror(training.mirror, plan.folder)),
         guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
+        spikes=SpikeWatch(training.spike_zscore, training.spike_window, device),
         logger=TrainingLogger(plan.folder, suffix="" if training.nan_guard else " | NaN guard OFF"),
         throughput=Throughput(),
         peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
@@ -309,6 +366,7 @@ def restore_checkpoint(run: Run, step: int) -> None:
     meta = run.checkpoints.load(run.model, step, run.optimizer, run.scheduler, with_rng=True, check_hashes=False)
     run.state = RunState(**meta["state"])
     run.guard.reset(run.state.streak)
+    run.spikes.load(meta.get("spikes"))
 
 
 def restore_start(run: Run) -> None:
@@ -323,6 +381,7 @@ def restore_start(run: Run) -> None:
         group["lr"] = lr
     run.state = RunState()
     run.guard.reset(0)
+    run.spikes.load(None)
 
 
 def load_other_weights(run: Run, init_from: str) -> None:
@@ -349,4 +408,9 @@ def open_stream(
         # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    stream = iter(loader)
+    # torch raises from a SIGCHLD handler when a worker dies, at any point of a step, also in the middle of an update.
+    # Without the handler the death is noticed where the next batch is asked for, and the state is a step's.
+    if training.num_workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return stream

@@ -36,8 +36,10 @@ LOCK_NAME = ".lock"
 # What a run that was killed before it was recorded may have left: the folder counts as empty.
 START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
 
-# Keys that change neither the numbers nor what is on disk, so that a run may go on with other values.
-FREE_ON_RESUME = {"training.num_workers", "training.pin_memory"}
+# Keys that do not change the numbers, so that a run may go on with other values.
+FREE_ON_RESUME = {
+    "training.num_workers", "training.pin_memory", "training.keep_last_n", "training.keep_every", "training.mirror",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise DamagedCheckpoint(
-            f"{path} does not hold tensors, numbers and strings ({type(error).__name__})"
-        ) from None
+        raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(error).__name__})") from None
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(content).__name__})")
     return content
