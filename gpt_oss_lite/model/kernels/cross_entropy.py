@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpt_oss_lite.model.kernels.launch import check_contiguous
 
-BLOCK = 4096
-WARPS = 8
+BLOCK = 2048
+WARPS = 16
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2,
 
 ROWS = 64
 ROWS_BACKWARD = 2
-WARPS_BACKWARD = 4
+WARPS_BACKWARD = 1
 PROGRAMS_BACKWARD = 8
 
 
