@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from gpt_oss_lite.training import checkpoint_commands
+from gpt_oss_lite.training.doctor import doctor
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.prepare_data import prepare
@@ -33,6 +35,8 @@ app = typer.Typer(
 )
 app.command()(prepare)
 app.command()(verify)
+app.command()(doctor)
+app.add_typer(checkpoint_commands.app, name="checkpoints")
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

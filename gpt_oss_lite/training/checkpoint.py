@@ -105,7 +105,7 @@ class CheckpointManager:
             digest = meta.pop("meta_sha256")
             expected = {self._path(kind, step).name for kind in KINDS}
             well_formed = (
-                digest == _digest(meta)
+                digest == digest_of(meta)
                 and (meta["format"], meta["step"]) == (FORMAT_VERSION, step)
                 and meta["files"].keys() == expected
             )
@@ -181,7 +181,7 @@ class CheckpointManager:
                 _assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
         meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
-        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": _digest(meta)}, indent=2) + "\n")
+        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": digest_of(meta)}, indent=2) + "\n")
 
     # Loading
 
@@ -285,9 +285,9 @@ class CheckpointManager:
             fsync_folder(path.parent)
 
 
-def _digest(meta: dict[str, Any]) -> str:
-    """SHA-256 of a meta's content, so that a flipped digit in it is noticed too."""
-    return hashlib.sha256(json.dumps(meta, sort_keys=True, allow_nan=False).encode()).hexdigest()
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of a JSON file's content, so that a flipped digit in it is noticed too."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _assert_whole(path: Path) -> None:

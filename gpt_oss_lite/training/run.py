@@ -35,9 +35,11 @@ from gpt_oss_lite.training.run_folder import (
     ResumeRequest,
     check_unchanged,
     choose_run_folder,
+    mend_run_files,
     read_record,
     record_new_run,
     resume_step,
+    run_files,
     versions,
 )
 from gpt_oss_lite.training.saving import Saver, Waited
@@ -113,6 +115,8 @@ class Run:
     folder: Path
     seed: int
     init_from: str | None
+    files: dict[str, str]
+    """Texts of config.yaml and run.json."""
     device: torch.device
     stop_step: int
     dataset: PretrainDataset
@@ -159,6 +163,7 @@ class Run:
             "position": self.position,
             "tokens": self.state.step * self.windows_per_step * self.recipe.model.max_seq_len,
             "seed": self.seed,
+            "run_files": self.files,
             "versions": versions(),
         }
 
@@ -173,6 +178,8 @@ def plan_run(options: PretrainOptions) -> Plan:
     _check_options(options, recipe)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
     resuming = _ask_second_home(options, recipe.training.mirror, folder, resuming)
+    if resuming:
+        mend_run_files(folder)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
     dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
@@ -297,6 +304,7 @@ def open_run(plan: Plan) -> Run:
         folder=plan.folder,
         seed=seed,
         init_from=record["init_from"],
+        files=run_files(plan.folder),
         device=device,
         stop_step=options.max_steps or training.total_steps,
         dataset=plan.dataset,
