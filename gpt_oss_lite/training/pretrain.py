@@ -39,8 +39,8 @@ from gpt_oss_lite.training.run import (
 from gpt_oss_lite.training.run_folder import locked
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import StopRequest
+from gpt_oss_lite.training.stream import next_micro_batches
 from shared_data.console import describe, say
-from shared_data.errors import UserError
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
@@ -192,46 +192,6 @@ def set_rate(run: Run) -> float:
         for group in run.optimizer.param_groups:
             group["lr"] = lr  # until the schedule's next tick
     return lr
-
-
-def next_micro_batches(run: Run) -> list[MicroBatch]:
-    """The step's micro-batches, on the CPU. Loader workers that died are replaced once: the stream is a function of the
-    position.
-
-    Raises:
-        UserError: the corpus is damaged.
-        ChildProcessError: the workers died again.
-    """
-    try:
-        return _load_micro_batches(run)
-    except WorkerDied as death:
-        say(f"warning: {death}; loading step {run.state.step + 1} again")
-        run.logger.event("worker_died", run.state.step, position=run.position)
-    run.open_stream()
-    try:
-        return _load_micro_batches(run)
-    except WorkerDied as death:
-        raise ChildProcessError(
-            f"{death}, twice at step {run.state.step + 1}: memory may be short (training.num_workers), or a shard of "
-            f"{run.dataset.path} unreadable (gpt-oss-lite verify); go on with --resume latest"
-        ) from None
-
-
-class WorkerDied(Exception):
-    """A loader worker was killed."""
-
-
-def _load_micro_batches(run: Run) -> list[MicroBatch]:
-    try:
-        with run.throughput.waiting():
-            return [next(run.batches) for _ in range(run.recipe.training.gradient_accumulation_steps)]
-    except UserError as error:
-        # A loader's worker hands on its error with its traceback in the message; the last line is ours.
-        raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise WorkerDied(str(error).splitlines()[0].rstrip(". ")) from None
 
 
 def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tensor, Any]:

@@ -1,18 +1,14 @@
 """A run: what a command asked for, checked before anything is written, and the live objects of the loop."""
 
 import math
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 
 from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.config.recipe import load_recipe
@@ -20,7 +16,7 @@ from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fuse
 from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
-from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
+from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.flops import device_peak_flops
@@ -46,11 +42,9 @@ from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
 from gpt_oss_lite.training.snapshot import check_weights_fit
 from gpt_oss_lite.training.spikes import SpikeWatch
-from gpt_oss_lite.training.stop import ignore_stop_signals
+from gpt_oss_lite.training.stream import MicroBatch, open_stream
 from shared_data.console import say
 from shared_data.errors import UserError
-
-MicroBatch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,25 +404,3 @@ def load_other_weights(run: Run, init_from: str) -> None:
         raise UserError(f"--init-from {init_from}: there is no good checkpoint")
     source.load(run.model, step)
     say(f"[init] weights of step {step} of {init_from}")
-
-
-def open_stream(
-    dataset: PretrainDataset, order: DataOrder, position: int, recipe: Recipe, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for ever."""
-    training = recipe.training
-    loader: DataLoader[MicroBatch] = DataLoader(
-        dataset,
-        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size),
-        num_workers=training.num_workers,
-        pin_memory=training.pin_memory and device.type == "cuda",
-        worker_init_fn=ignore_stop_signals,
-        # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
-        generator=torch.Generator(),
-    )
-    stream = iter(loader)
-    # torch raises from a SIGCHLD handler when a worker dies, at any point of a step, also in the middle of an update.
-    # Without the handler the death is noticed where the next batch is asked for, and the state is a step's.
-    if training.num_workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return stream

@@ -109,7 +109,8 @@ def test_a_spike_is_an_event_and_can_be_skipped(options, capsys):
     run_spiking(skipping)
     (before, after) = (tiny_run.digests(skipping.out, step) for step in (20, 21))
     assert before["model_step_20.safetensors"] == after["model_step_21.safetensors"]
-    assert before["optim_step_20.pt"] == after["optim_step_21.pt"]
+    moments = [torch.load(skipping.out / f"checkpoints/optim_step_{step}.pt")["state"] for step in (20, 21)]
+    assert all(torch.equal(moments[0][n][k], moments[1][n][k]) for n in moments[0] for k in moments[0][n])
     assert tiny_run.digests(skipping.out, 22)["model_step_22.safetensors"] != after["model_step_21.safetensors"]
     assert all(event["skipped"] for event in tiny_run.events(skipping.out, "spike"))
     assert tiny_run.rows(skipping.out)[:21] == tiny_run.rows(options.out)[:21]
