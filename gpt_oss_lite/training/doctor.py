@@ -184,7 +184,7 @@ def settings(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
 def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
     """The corpus as the run will open it, and whether it is long enough."""
     from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
-    from gpt_oss_lite.training.run import open_validation
+    from gpt_oss_lite.training.plan import open_validation
 
     training = recipe.training
     dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)

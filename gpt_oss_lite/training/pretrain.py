@@ -28,7 +28,6 @@ from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from gpt_oss_lite.training.run import (
-    MicroBatch,
     PretrainOptions,
     Run,
     open_run,
@@ -39,7 +38,7 @@ from gpt_oss_lite.training.run import (
 from gpt_oss_lite.training.run_folder import locked
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import StopRequest
-from gpt_oss_lite.training.stream import next_micro_batches
+from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
 from shared_data.console import describe, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
