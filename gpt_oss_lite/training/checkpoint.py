@@ -38,6 +38,7 @@ from gpt_oss_lite.training.seeding import restore_rng
 from gpt_oss_lite.training.snapshot import (
     DamagedCheckpoint,
     Snapshot,
+    applying,
     check_weights_fit,
     load_model_tensors,
     load_optimizer,
@@ -72,10 +73,12 @@ class CheckpointManager:
 
     def list_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is complete, ascending."""
-        if not self.folder.is_dir():
-            return []
-        steps = (int(path.stem.rsplit("_", 1)[1]) for path in self.folder.glob("meta_step_*.json"))
-        return sorted(step for step in steps if self._is_complete(step))
+        return [step for step in self.marked_steps() if self._is_complete(step)]
+
+    def marked_steps(self) -> list[int]:
+        """Steps that have a meta, ascending: those that are complete, and those that something damaged."""
+        matches = (_FILE_NAME.fullmatch(path.name) for path in self.folder.glob("meta_step_*.json"))
+        return sorted(int(match[2]) for match in matches if match is not None)
 
     def latest_step(self) -> int | None:
         """The newest complete step; None when there is none."""
@@ -83,7 +86,7 @@ class CheckpointManager:
 
     def newest_good(self, at_most: int | None = None) -> int | None:
         """The newest step whose files match their hashes; each damaged one is named in a warning and passed over."""
-        for step in reversed(self.list_checkpoints()):
+        for step in reversed(self.marked_steps()):
             if at_most is not None and step > at_most:
                 continue
             try:
@@ -114,7 +117,7 @@ class CheckpointManager:
             raise DamagedCheckpoint(
                 f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IsADirectoryError):
             well_formed = False
         if not well_formed:
             raise DamagedCheckpoint(f"{path} is damaged; choose another step")
@@ -213,13 +216,17 @@ class CheckpointManager:
         if step is None:
             raise UserError(f"{self.folder} has no complete checkpoint")
         meta = self.verify(step) if check_hashes else self.meta(step)
+        _, optim, sched, rng, _ = self.files(step)
         load_model_tensors(model, self._path("model", step))
         if optimizer is not None:
-            load_optimizer(model, optimizer, read_tensors(self._path("optim", step)))
+            with applying(optim):
+                load_optimizer(model, optimizer, read_tensors(optim))
         if scheduler is not None:
-            load_scheduler(scheduler, read_tensors(self._path("sched", step)))
+            with applying(sched):
+                load_scheduler(scheduler, read_tensors(sched))
         if with_rng:
-            restore_rng(read_tensors(self._path("rng", step)))
+            with applying(rng):
+                restore_rng(read_tensors(rng))
         return meta
 
     # Pruning

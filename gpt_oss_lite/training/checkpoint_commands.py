@@ -76,7 +76,7 @@ def verify(
 ) -> int:
     """Read checkpoints again and compare every file with its SHA-256. Exit code 1 if one is damaged."""
     manager = _manager(run)
-    steps = _steps_with_any_file(manager) if step is None else [step]
+    steps = manager.marked_steps() if step is None else [step]
     problems: dict[int, str | None] = {}
     with progress(f"verify {manager.folder}", len(steps), "checkpoints") as report:
         for number in steps:
@@ -92,12 +92,6 @@ def verify(
     return 1 if any(problems.values()) else 0
 
 
-def _steps_with_any_file(manager: "CheckpointManager") -> list[int]:
-    """Also the steps whose meta is damaged or short of files, which `list_checkpoints` passes over."""
-    metas = (path.stem.rsplit("_", 1)[1] for path in manager.folder.glob("meta_step_*.json"))
-    return sorted(int(number) for number in metas if number.isdecimal())
-
-
 @app.command()
 def delete(
     run: Run,
@@ -110,7 +104,7 @@ def delete(
     manager = _manager(run)
     folder = manager.folder
     with locked(folder.parent if folder.name == CHECKPOINTS else folder):
-        steps = _steps_with_any_file(manager)
+        steps = manager.marked_steps()
         for number in step:
             if number not in steps:
                 raise UserError(f"{folder} has no checkpoint of step {number} (there are: {steps})")

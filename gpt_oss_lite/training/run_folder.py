@@ -211,7 +211,7 @@ def resume_step(folder: Path, resume: ResumeRequest) -> int | None:
         manager.verify(resume.from_step)
         return resume.from_step
     step = manager.newest_good()
-    if step is None and manager.list_checkpoints():
+    if step is None and manager.marked_steps():
         raise UserError(f"{manager.folder}: every checkpoint is damaged")
     return step
 

@@ -1,9 +1,9 @@
 """What a checkpoint holds, taken from and put back into live objects."""
 
 import copy
-import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings (it is compressed)")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (OSError, DamagedCheckpoint):
         raise
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # a forged file makes the reader fail in any way
         raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(error).__name__})") from None
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(content).__name__})")
@@ -180,8 +180,25 @@ def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Pa
             raise UserError(f"{path} is of another model: {name} is {there} in the file and {here} in the model")
 
 
+@contextmanager
+def applying(path: Path) -> Iterator[None]:
+    """What a file of ours holds is put to use inside; if it does not fit, the file is named."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DamagedCheckpoint(f"{path} does not hold what a checkpoint of this model holds ({text})") from None
+
+
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, entry in content["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
+                raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
+    names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {index: content["state"][name] for index, name in enumerate(ordered) if name in content["state"]}
     # Hyperparameters come from the recipe and rates from the schedule: only the moments and counts are loaded.
