@@ -1,5 +1,5 @@
-"""Before anything imports torch or Triton: one thread a process, since pytest-xdist runs one process a core, and Triton's
-interpreter where there is no GPU."""
+"""Before anything imports torch or Triton: one thread a process, since pytest-xdist runs one process a core, and
+Triton's interpreter where there is no GPU."""
 
 import os
 
