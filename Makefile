@@ -36,7 +36,7 @@ types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
 unit: $(STAMP)  ## pytest
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
 torture: $(STAMP)  ## 100 kills, 10,000 fuzzed cases and every fault: over an hour is usual on a busy machine
 	$(BIN)/python scripts/torture.py --kills 100 --fuzz 10000
