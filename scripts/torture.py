@@ -40,10 +40,10 @@ from gpt_oss_lite.training.dataset import PretrainDataset  # noqa: E402
 from shared_data.console import run_app, say  # noqa: E402
 from shared_data.errors import UserError  # noqa: E402
 
-STEPS = 24
+STEPS = 16
 PLACES = ("save", "rename", "deletion", "log write", "data read", "any moment")
 # Calls of each kind that a run of STEPS steps makes, about: a kill is aimed at one of them.
-CALLS = {"save": 48, "rename": 60, "deletion": 50, "log write": 60, "data read": 120}
+CALLS = {"save": 32, "rename": 40, "deletion": 33, "log write": 40, "data read": 80}
 
 
 def die() -> None:
