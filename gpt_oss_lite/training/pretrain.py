@@ -97,6 +97,7 @@ def train(run: Run, stop: StopRequest) -> int:
     if run.state.step >= run.stop_step:
         say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
+    run.saver.reserve(run.model)
     try:
         return step_until_the_end(run, stop)
     except Exception:

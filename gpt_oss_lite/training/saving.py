@@ -50,6 +50,10 @@ class Saver:
         """Whether a checkpoint is being written."""
         return self._writer.busy
 
+    def reserve(self, model: nn.Module) -> None:
+        """Take the memory of the copies before training."""
+        self._buffers.reserve(model)
+
     def save(
         self,
         model: nn.Module,

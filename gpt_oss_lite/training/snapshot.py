@@ -51,13 +51,24 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
+    def reserve(self, model: nn.Module) -> None:
+        """Take the memory now, so that the first save is no slower than the others: weights and both moments."""
+        for name, tensor in _distinct_tensors(model).items():
+            self._buffer(name, tensor).zero_()  # a page is the process's when it is first written
+        for name, parameter in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                self._buffer(f"{key} of {name}", parameter.detach()).zero_()
+
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a tensor on the host. From a GPU it is under way until the device is synchronised."""
+        return self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+        return buffer
 
 
 def take_snapshot(
