@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -201,10 +201,18 @@ def _describe(detail: Any, block: type[BaseModel]) -> str:
 
 
 def known_keys(block: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """The keys of the block at `path` inside `block`; empty when there is no block."""
+    """The keys of the block at `path` inside `block`, positions in lists included; empty when there is no block."""
     for part in path:
-        field = block.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        block = field.annotation
+        if isinstance(part, str):
+            found = _block_of(block.model_fields[part].annotation) if part in block.model_fields else None
+            if found is None:
+                return []
+            block = found
     return list(block.model_fields)
+
+
+def _block_of(annotation: Any) -> type[BaseModel] | None:
+    """The block in a field's type: itself, or the one in list[Block] or Block | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_block_of, get_args(annotation)) if found), None)
