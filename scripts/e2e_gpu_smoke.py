@@ -87,7 +87,9 @@ def check(dispatch: str, settings: list[str], folder: Path) -> dict[str, Any]:
     agreement = decoding_agreement(loaded)
     return {
         "dispatch": dispatch,
-        "passed": losses[-1] < LARGEST_RATIO * losses[0] and same_logits and agreement >= MIN_AGREEMENT[run.device.type],
+        "passed": losses[-1] < LARGEST_RATIO * losses[0]
+        and same_logits
+        and agreement >= MIN_AGREEMENT[run.device.type],
         "first_loss": round(losses[0], 3),
         "last_loss": round(losses[-1], 3),
         "loaded_equals_saved": same_logits,

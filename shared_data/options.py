@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from shared_data.config import DEFAULT_DATA_CONFIG, Mixture, PipelineConfig, load_mixture, load_universal_data_config
-from shared_data.config.yaml_file import check_config
 from shared_data.errors import UserError
 from shared_data.executor import end_with_parent
 from shared_data.layout import Layout
 from shared_data.stage import Context
+from shared_data.yaml_files import check_config
 
 MixtureOption = Annotated[
     Path | None,

@@ -170,18 +170,18 @@ BAD_INPUT = {
     "unreadable config": (forbid("data_config.yaml", 0), (), ["data_config.yaml: Permission denied"]),
     "folder without write permission": (forbid("data", 0o555), (), ["data", "Permission denied"]),
     "empty source": (replace("in/web.jsonl", ""), (), ["source web: all its files are empty"]),
-    "empty config": (replace("data_config.yaml", ""), (), ["data_config.yaml is empty"]),
+    "empty config": (replace("data_config.yaml", ""), (), ["data_config.yaml: the file is empty"]),
     "empty corpus": (replace("in/web.jsonl", '{"text": "short"}\n'), (), ["source web has no document left"]),
     "no text field": (replace("in/web.jsonl", '{"body": "x"}\n'), (), ["source web", "text in 'text'; set text_field"]),
     "wrong tokenizer": (
-        edit("data_config.yaml", tokenizer={"name": "gpt2"}), (), ["data_config.yaml", "'gpt2'", "'llama3'"]
+        edit("data_config.yaml", tokenizer={"name": "gpt2"}), (), ["data_config.yaml", "gpt2", "llama3"]
     ),
     "wrong vocabulary": (
         edit("data_config.yaml", tokenizer={"vocab_size": 50257}), (), ["tokenizer.vocab_size is 50257", "has 128000"]
     ),
     "wrong end id": (edit("data_config.yaml", tokenizer={"eos_token_id": 0}), (), ["eos_token_id is 0", "has 128009"]),
     "non-finite value": (edit("data_config.yaml", validation_share=float("nan")), (), ["validation_share is nan"]),
-    "unknown key": (edit("data_config.yaml", sed=3), (), ["sed is 3", "did you mean seed?"]),
+    "unknown key": (edit("data_config.yaml", sed=3), (), ["sed is not a known key", "the nearest known key is seed"]),
     "unknown source": (replace("x", ""), ("--source", "wob"), ["--source is 'wob'", "web, code, math"]),
     "unknown option": (replace("x", ""), ("--wrokers", "3"), ["--wrokers"]),
     "no workers": (replace("x", ""), ("--workers", "0"), ["--workers"]),

@@ -11,7 +11,9 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 
 
 def names_in_the_table_of_paths() -> list[str]:
-    rows = [line.split(" | ")[-1] for line in (ROOT / "docs/paths.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ")[-1] for line in (ROOT / "docs/paths.md").read_text().splitlines() if line.startswith("| ")
+    ]
     return re.findall(r"`((?:gpt_oss_lite|shared_data|training)\.[\w.]+)`", "\n".join(rows))
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shared_data.config.schema import Mixture, PipelineConfig, Source
-from shared_data.config.yaml_file import load_config
+from shared_data.yaml_files import load_config
 
 PIPELINE_VERSION = "1.0.0"
 UNIVERSAL_TOTAL_TOKENS = 8_000_000_000
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def load_universal_data_config(path: Path | str | None = None) -> PipelineConfig:
-    """Read data_config.yaml; without a path, the one that ships. Raises UserError."""
+    """Read data_config.yaml; without a path, the one that ships. Raises UserError or OSError."""
     return load_config(PipelineConfig, Path(path) if path else DEFAULT_DATA_CONFIG)
 
 
 def load_mixture(path: Path | str | None = None) -> Mixture:
-    """Read mixture.yaml; without a path, the one that ships (gptoss-default). Raises UserError."""
+    """Read mixture.yaml; without a path, the one that ships (gptoss-default). Raises UserError or OSError."""
     return load_config(Mixture, Path(path) if path else DEFAULT_MIXTURE)

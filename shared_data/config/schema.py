@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared_data.config.yaml_file import ConfigBlock
+from shared_data.yaml_files import ConfigBlock
 
 DEFAULT_SHARD_TOKENS = 50_000_000
 
