@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 
 @cache
+def grouped_products(moe_dispatch: str) -> str:
+    """Name of the grouped products for this machine's card: PyTorch's on Hopper and later, Triton's on the others.
+
+    Before compute capability 9.0 PyTorch's read the groups' sizes on the host, once a product.
+    """
+    if moe_dispatch != "auto":
+        return moe_dispatch
+    return "grouped" if torch.cuda.get_device_capability() >= (9, 0) else "triton_grouped"
+
+
+@cache
 def why_not_fused(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
     """Why a model takes the reference path; None where the fused one serves.
 
@@ -24,14 +35,12 @@ def why_not_fused(config: ModelConfig, device_type: str, dtype: torch.dtype) -> 
         device_type: where its parameters are.
         dtype: compute dtype.
     """
-    if config.moe_dispatch not in ("auto", "grouped"):
-        return f"model.moe_dispatch is {config.moe_dispatch}"
+    if config.moe_dispatch == "reference":
+        return "model.moe_dispatch is reference"
     if device_type != "cuda":
         return f"the device is {device_type}, not cuda"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if torch.cuda.get_device_capability() < (9, 0):
-        return "PyTorch's grouped product waits for the host before compute capability 9.0"
     if dtype != torch.bfloat16:
         return f"the compute dtype is {dtype}, not bf16"
     for key in ("attention_bias", "expert_bias", "document_mask"):
@@ -39,9 +48,10 @@ def why_not_fused(config: ModelConfig, device_type: str, dtype: torch.dtype) -> 
             return f"model.{key} is true"
     if config.residual_dtype not in (None, "bf16"):
         return f"model.residual_dtype is {config.residual_dtype}"
-    for key, allowed in (("head_dim", 128), ("d_model", None), ("expert_hidden_size", None)):
+    # What cuDNN's attention and 16-byte rows of the grouped products ask for.
+    for key, largest in (("head_dim", 128), ("d_model", None), ("expert_hidden_size", None)):
         value = getattr(config, key)
-        if value % 8 or (allowed and value > allowed):
+        if value % 8 or (largest and value > largest):
             return f"model.{key} is {value}"
     return None
 
@@ -52,15 +62,16 @@ class FusedBlock:
     def __init__(self, config: ModelConfig, layer: int) -> None:
         # Triton is imported where it is used, since the reference path does without.
         from gpt_oss_lite.model.fused.attention import AttentionGeometry
-        from gpt_oss_lite.model.fused.moe import MoEGeometry
+        from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry
 
         self._attention = AttentionGeometry(
             config.n_heads, config.n_kv_heads, config.head_dim, config.layer_window(layer), config.norm_eps
         )
         clamped = config.expert_activation == "clamped_swiglu"
         self._moe = MoEGeometry(
-            config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps, clamped
-        )
+            config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps, clamped,
+            PRODUCTS[grouped_products(config.moe_dispatch)],
+        )  # fmt: skip
 
     def __call__(self, block: "Block", x_BTD: Tensor, rotary: RotaryTables) -> tuple[Tensor, LayerStats]:
         """The residual stream (B, T, D) after the block, and the router's statistics."""
