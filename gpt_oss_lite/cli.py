@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from gpt_oss_lite.report.commands import report
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.prepare_data import prepare
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(prepare)
 app.command()(verify)
+app.command()(report)
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

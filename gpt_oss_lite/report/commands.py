@@ -1,0 +1,40 @@
+"""The commands `report` and `monitor`."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared_data.console import say
+from shared_data.errors import UserError
+from shared_data.files import write_atomic
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Page to write. Default: RUN/report.html, of several ./report.html."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one HTML page of one or several runs: curves, expert load, samples, recipes, events."""
+    from gpt_oss_lite.report.page import render
+    from gpt_oss_lite.report.run_log import read_run
+
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError(f"RUN... is {' '.join(map(str, runs))}: each run once")
+    page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    logs = [read_run(run) for run in runs]
+    for log in logs:
+        if log.damaged:
+            say(f"warning: {log.folder}: {log.damaged} damaged lines passed over")
+    write_atomic(page, render(logs, datetime.datetime.now(datetime.UTC)).encode(errors="replace"))
+    if as_json:
+        print(json.dumps({"report": str(page), "runs": [{"run": str(log.folder), "status": log.status} for log in logs]}))
+    else:
+        print(page)
