@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from gpt_oss_lite.report.commands import report
+from gpt_oss_lite.report.commands import monitor, report
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.prepare_data import prepare
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command()(prepare)
 app.command()(verify)
 app.command()(report)
+app.command()(monitor)
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

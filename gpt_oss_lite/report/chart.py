@@ -120,15 +120,15 @@ SYMBOLS = {"skip": "×", "rollback": "◀", "resume": "▶", "stop": "■", "giv
 def _flag(flag: Flag, x: Axis) -> str:
     if flag.kind not in SYMBOLS:
         return ""
-    left = 100 * float(x.place(flag.x))
-    text = escape(flag.text)
-    return f'<span class="flag {flag.kind} run{flag.run}" style="left:{left:.2f}%" title="{text}">{SYMBOLS[flag.kind]}</span>'
+    place = f'style="left:{100 * float(x.place(flag.x)):.2f}%" title="{escape(flag.text)}"'
+    return f'<span class="flag {flag.kind} run{flag.run}" {place}>{SYMBOLS[flag.kind]}</span>'
 
 
 def _y_labels(chart: Chart) -> str:
     ticks = chart.y.ticks()
     spans = [
-        f'<span style="top:{100 - 100 * float(chart.y.place(tick)):.2f}%">{escape(number(tick))}</span>' for tick in ticks
+        f'<span style="top:{100 - 100 * float(chart.y.place(tick)):.2f}%">{escape(number(tick))}</span>'
+        for tick in ticks
     ]
     return f'<div class="y-labels" aria-hidden="true">{"".join(spans)}</div>'
 

@@ -1,7 +1,9 @@
 """The commands `report` and `monitor`."""
 
+import contextlib
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,24 @@ def report(
             say(f"warning: {log.folder}: {log.damaged} damaged lines passed over")
     write_atomic(page, render(logs, datetime.datetime.now(datetime.UTC)).encode(errors="replace"))
     if as_json:
-        print(json.dumps({"report": str(page), "runs": [{"run": str(log.folder), "status": log.status} for log in logs]}))
+        print(
+            json.dumps({"report": str(page), "runs": [{"run": str(log.folder), "status": log.status} for log in logs]})
+        )
     else:
         print(page)
+
+
+def monitor(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
+    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between looks.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run in the terminal until it ends (Ctrl-C leaves it running); in a pipe, say once where it stands."""
+    from gpt_oss_lite.report.monitor import figures, watch
+    from gpt_oss_lite.report.run_log import read_run
+
+    if as_json:
+        print(json.dumps(figures(read_run(run), time.time()), indent=2))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(run, interval)

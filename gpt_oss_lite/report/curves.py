@@ -59,7 +59,7 @@ def thin(x_N: Floats, y_N: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floa
 def bucket_means(values: Floats, n_buckets: int) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Means of runs of rows of an array (N, ...), with the index of each run's first row, and N at the end."""
     edges = np.unique(np.linspace(0, len(values), n_buckets + 1).round().astype(np.int64))
-    parts = [np.nanmean(values[start:stop], axis=0) for start, stop in zip(edges, edges[1:], strict=False)]
+    parts = [np.nanmean(values[start:stop], axis=0) for start, stop in itertools.pairwise(edges)]
     return np.array(parts), edges
 
 
@@ -81,7 +81,15 @@ class Axis:
         ratio = self.high / self.low if self.log else 1.0
         if ratio >= 2:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            digits = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 8 else (1, 2, 3, 5) if ratio < 30 else (1, 2, 5) if ratio < 1e4 else (1,)
+            digits = (
+                (1, 1.5, 2, 3, 4, 5, 7)
+                if ratio < 8
+                else (1, 2, 3, 5)
+                if ratio < 30
+                else (1, 2, 5)
+                if ratio < 1e4
+                else (1,)
+            )
             marks = [digit * 10.0**decade for decade in decades for digit in digits]
             return [mark for mark in marks if self.low <= mark <= self.high]
         span = self.high - self.low

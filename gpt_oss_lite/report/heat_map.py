@@ -39,7 +39,9 @@ class HeatMap:
         """A data URI."""
         gap_1C = np.zeros((1, self.cells_LEC.shape[2]), np.uint8)
         parts = [part for layer_EC in self.cells_LEC for part in (layer_EC, gap_1C)][:-1]
-        return "data:image/png;base64," + base64.b64encode(_png(np.concatenate(parts), DARK if dark else LIGHT)).decode()
+        return (
+            "data:image/png;base64," + base64.b64encode(_png(np.concatenate(parts), DARK if dark else LIGHT)).decode()
+        )
 
     def cells(self) -> str:
         """The quantised loads in base64, layer by layer, expert by expert."""

@@ -5,6 +5,7 @@ escaped.
 """
 
 import datetime
+import itertools
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -32,8 +33,7 @@ def render(runs: Sequence[RunLog], now: datetime.datetime) -> str:
     title = f"{len(runs)} runs: {', '.join(names)}" if many else f"Run {names[0]}"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">Made {now:%Y-%m-%d %H:%M} UTC by GPT-OSS-Lite from each run\'s metrics.jsonl and '
-        "events.jsonl.</p>",
+        f'<p class="soft">Made {now:%Y-%m-%d %H:%M} UTC by GPT-OSS-Lite from metrics.jsonl and events.jsonl.</p>',
         _legend(names) if many else "",
         _summary(runs, names),
         "<h2>Curves</h2>",
@@ -84,15 +84,15 @@ def _legend(names: Sequence[str]) -> str:
 def _drawn_note(runs: Sequence[RunLog]) -> str:
     rows = max(len(run.rows) for run in runs)
     thinned = (
-        f" Of {rows:,} logged rows each curve shows the smallest and the largest value in each of {BUCKETS} equal spans, "
-        "so every spike is there; smoothing came before."
+        f" Of {rows:,} logged rows each curve shows the smallest and the largest value in each of {BUCKETS} equal "
+        "spans, so every spike is there; smoothing came before."
         if rows > 2 * BUCKETS
         else " Every logged row is drawn."
     )
     return (
         '<p class="note">Over tokens trained on. Point at a chart, or focus it and use the arrow keys, for values.'
-        f"{thinned} On the loss: × step skipped, ◀ rolled back, ▶ resumed, ■ stopped, ✖ given up; ticks at the bottom are "
-        "saves.</p>"
+        f"{thinned} On the loss: × step skipped, ◀ rolled back, ▶ resumed, ■ stopped, ✖ given up; ticks at the bottom "
+        "are saves.</p>"
     )
 
 
@@ -147,7 +147,8 @@ def _table(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> s
         f"<tr><th scope=row>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for key, values in rows
     )
-    return f'<div class="scroll"><table><thead><tr><th class="corner"></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = f'<thead><tr><th class="corner"></th>{head}</tr></thead>'
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def _heat(run_number: int, run: RunLog, name: str, many: bool) -> str:
@@ -157,10 +158,12 @@ def _heat(run_number: int, run: RunLog, name: str, many: bool) -> str:
         return f'{title}<p class="empty">No expert load logged.</p>'
     columns = heat.cells_LEC.shape[2]
     rows = len(run.rows)
-    spans = f"each column is the mean of {rows / columns:.0f} logged rows" if rows > columns else "a column a logged row"
+    spans = (
+        f"each column is the mean of {rows / columns:.0f} logged rows" if rows > columns else "a column a logged row"
+    )
     note = (
-        f'<p class="note">Rows: experts, layer by layer. Columns: time; {spans}. Colour: load as a multiple of a balanced '
-        'share, 0 <span class="ramp"></span> 3 or more; its middle is 1.</p>'
+        f'<p class="note">Rows: experts, layer by layer. Columns: time; {spans}. Colour: load as a multiple of a '
+        'balanced share, 0 <span class="ramp"></span> 3 or more; its middle is 1.</p>'
     )
     return f'<figure class="heat">{title}{note}{_heat_frame(run, heat, name)}</figure>'
 
@@ -175,11 +178,11 @@ def _heat_frame(run: RunLog, heat: HeatMap, name: str) -> str:
     )
     edges = heat.first_rows
     spans = " ".join(
-        f"{run.rows[first]['step']} {run.rows[last - 1]['step']}" for first, last in zip(edges, edges[1:], strict=False)
+        f"{run.rows[first]['step']} {run.rows[last - 1]['step']}" for first, last in itertools.pairwise(edges)
     )
     x_labels = "".join(
-        f'<span style="left:{share}%">{number(run.rows[min(int(share / 100 * len(run.rows)), len(run.rows) - 1)]["tokens"])}</span>'
-        for share in (0, 25, 50, 75, 100)
+        f'<span style="left:{25 * quarter}%">{number(run.rows[(len(run.rows) - 1) * quarter // 4]["tokens"])}</span>'
+        for quarter in range(5)
     )
     return (
         f'<div class="frame"><div class="y-labels" aria-hidden="true">{labels}</div>'

@@ -38,8 +38,12 @@ def charts(runs: Sequence[RunLog], names: Sequence[str]) -> list[Chart]:
     )
     chart("Waiting for data", "Seconds a step.", lambda run: run.column("data_wait_s"), "s", from_zero=True)
     chart("Balancing loss", "Mean over the layers; 1.0 is balanced.", lambda run: run.column("aux"))
-    chart("Expert imbalance", "The busiest expert's load over the mean, in the worst layer; 1.0 is balanced.", _imbalance)
-    chart("Router entropy", f"Nats, mean over the layers.{_uniform(runs)}", lambda run: _layer_mean(run, "router_entropy"))
+    chart(
+        "Expert imbalance", "The busiest expert's load over the mean, in the worst layer; 1.0 is balanced.", _imbalance
+    )
+    chart(
+        "Router entropy", f"Nats, mean over the layers.{_uniform(runs)}", lambda run: _layer_mean(run, "router_entropy")
+    )
     chart("Sink logits", "Mean over heads and layers.", lambda run: _layer_mean(run, "sink_mean"))
     return [chart for chart in result if any(len(curve.y) for curve in chart.curves)]
 
@@ -56,7 +60,7 @@ def flags(runs: Sequence[RunLog], names: Sequence[str], x: Axis) -> list[Flag]:
     for number, run in enumerate(runs):
         for event in run.events:
             if event["event"] in FLAG_KINDS:
-                at = event.get("from_step", event["step"]) * run.tokens_per_step
+                at = float(event.get("from_step", event["step"])) * run.tokens_per_step
                 if math.isfinite(at) and at <= x.high * 1.001:
                     place = (number, event["event"], round(FLAG_PLACES * at / x.high))
                     text = f"{names[number]}: {event_text(event)}"

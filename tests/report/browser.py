@@ -93,7 +93,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + TIMEOUT_S
-        while not (self.evaluate("document.readyState") == "complete" and self.evaluate("location.protocol") == "file:"):
+        while not (
+            self.evaluate("document.readyState") == "complete" and self.evaluate("location.protocol") == "file:"
+        ):
             assert time.monotonic() < deadline
 
     def evaluate(self, expression: str) -> Any:
