@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -87,7 +87,7 @@ def seconds_left(log: RunLog) -> float | None:
 
 
 def sparkline(values: Sequence[float] | Floats, width: int, floor: float | None = None) -> str:
-    """Values as a row of bars from the smallest (or `floor`) up; means over equal spans where there are more than fit."""
+    """Values as a row of bars from the smallest (or `floor`) up; where more come than fit, means over spans."""
     known = np.asarray(values, dtype=np.float64)
     known = known[np.isfinite(known)]
     if not len(known):
@@ -109,12 +109,11 @@ def lines(log: RunLog, now: float, width: int) -> list[tuple[str, str]]:
 
 def screen(log: RunLog, now: float, width: int) -> RenderableType:
     """The same for a terminal, with a bar and colours."""
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    parts: list[RenderableType] = []
+    grid.add_column(ratio=1)
     if log.rows and log.stop_step:
-        parts.append(ProgressBar(total=log.stop_step, completed=log.rows[-1]["step"]))
+        grid.add_row("", ProgressBar(total=log.stop_step, completed=log.rows[-1]["step"]))
     coloured = dict(experts(log))
     for label, text in lines(log, now, max(width - 20, 10))[1:]:
         grid.add_row(label, coloured.get(label, Text(text)))
@@ -122,7 +121,7 @@ def screen(log: RunLog, now: float, width: int) -> RenderableType:
         "green" if log.ending and log.ending["event"] == "done" else "yellow" if "silent" in standing(log, now) else ""
     )
     title = Text(f" {log.name}: {standing(log, now)} ", style=f"bold {style}")
-    return Panel(Group(*parts, grid), title=title, title_align="left")
+    return Panel(grid, title=title, title_align="left")
 
 
 def experts(log: RunLog) -> Iterator[tuple[str, Text]]:

@@ -60,7 +60,7 @@ def flags(runs: Sequence[RunLog], names: Sequence[str], x: Axis) -> list[Flag]:
     for number, run in enumerate(runs):
         for event in run.events:
             if event["event"] in FLAG_KINDS:
-                at = float(event.get("from_step", event["step"])) * run.tokens_per_step
+                at = (event.get("from_step") or event["step"]) * run.tokens_per_step
                 if math.isfinite(at) and at <= x.high * 1.001:
                     place = (number, event["event"], round(FLAG_PLACES * at / x.high))
                     text = f"{names[number]}: {event_text(event)}"
