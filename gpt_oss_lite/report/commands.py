@@ -22,16 +22,27 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="Page to write. Default: RUN/report.html, of several ./report.html."),
     ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Continue a text with each run's newest checkpoint, and keep it; repeatable."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one HTML page of one or several runs: curves, expert load, samples, recipes, events."""
     from gpt_oss_lite.report.page import render
     from gpt_oss_lite.report.run_log import read_run
+    from gpt_oss_lite.report.samples import draw_samples
 
     if len({run.resolve() for run in runs}) < len(runs):
         raise UserError(f"RUN... is {' '.join(map(str, runs))}: each run once")
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     logs = [read_run(run) for run in runs]
+    if prompt:
+        for run in runs:
+            draw_samples(run, prompt)
+        logs = [read_run(run) for run in runs]
     for log in logs:
         if log.damaged:
             say(f"warning: {log.folder}: {log.damaged} damaged lines passed over")

@@ -57,10 +57,12 @@ def thin(x_N: Floats, y_N: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floa
 
 
 def bucket_means(values: Floats, n_buckets: int) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Means of runs of rows of an array (N, ...), with the index of each run's first row, and N at the end."""
+    """Means of spans of rows of an array (N, ...), NaN left out, with each span's first row, and N at the end."""
     edges = np.unique(np.linspace(0, len(values), n_buckets + 1).round().astype(np.int64))
-    parts = [np.nanmean(values[start:stop], axis=0) for start, stop in itertools.pairwise(edges)]
-    return np.array(parts), edges
+    sums = np.add.reduceat(np.nan_to_num(values), edges[:-1], axis=0)
+    counts = np.add.reduceat(np.isfinite(values).astype(np.float64), edges[:-1], axis=0)
+    with np.errstate(invalid="ignore"):
+        return sums / counts, edges
 
 
 @dataclass(frozen=True)

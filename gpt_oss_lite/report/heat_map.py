@@ -55,8 +55,7 @@ def heat_map(load_NLE: npt.NDArray[np.float64]) -> HeatMap | None:
     if not known.any():
         return None
     columns = max(1, min(MAX_COLUMNS, n_rows, MAX_CELLS // (n_layers * n_experts)))
-    with np.errstate(invalid="ignore"):
-        load_CLE, edges = bucket_means(load_NLE, columns)
+    load_CLE, edges = bucket_means(load_NLE, columns)
     return HeatMap(quantise(load_CLE.transpose(1, 2, 0) * n_experts), edges.tolist())
 
 
