@@ -97,8 +97,8 @@ def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_app(load("microbench_a100").app, [*command[2:], "--threshold-gb", "25.0", "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
-    assert as_json["logits_chunk_bytes"] == 8192 * 128256 * 4
-    assert as_json["whole_logits_bytes"] == 32768 * 128256 * 4
+    assert as_json["logits_chunk_bytes"] == 8192 * 128256 * 2
+    assert as_json["whole_logits_bytes"] == 32768 * 128256 * 2
     assert as_json["estimate_gb"] == pytest.approx(sum(as_json["estimate_bytes"].values()) / 1e9)
     assert as_json["within_threshold"] == (as_json["estimate_gb"] <= 25.0)
     assert "peak_gb" not in as_json
@@ -107,8 +107,16 @@ def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch, capsys):
 def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
     result = succeed("python", "scripts/e2e_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines()[0].startswith("no CUDA device: ")
-    assert "dispatch=reference  passed=True" in result.stdout
+    assert "backend=reference+reference  passed=True" in result.stdout
     assert result.stdout.splitlines()[-1].endswith(", 0 failed")
+
+
+@pytest.mark.parametrize("words", [["bench_peers.py"], ["compare_paths.py", "--config", FULL, "--data", "data"]])
+def test_what_is_only_for_a_gpu_says_so_in_one_line(words):
+    result = succeed("python", f"scripts/{words[0]}", *words[1:], CUDA_VISIBLE_DEVICES="")
+    assert result.stderr.startswith("no CUDA device: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
 
 
 def test_e2e_smoke_fails_when_a_check_does(monkeypatch, capsys):
