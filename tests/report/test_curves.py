@@ -41,6 +41,9 @@ def test_smoothing_keeps_a_constant_and_a_slope_where_they_are():
     assert smooth(np.full(1000, 3.0)) == pytest.approx(3.0)
     slope = np.arange(2000.0)
     assert smooth(slope)[500:1500] == pytest.approx(slope[500:1500], abs=1e-6)  # a one-sided average lags by 14
+    values, at = np.array([5.0, 1.0, 4.0, 0.0]), np.arange(4)
+    weights = 0.5 ** np.abs(at[:, None] - at)  # so short a curve falls to half in one point
+    assert smooth(values) == pytest.approx(weights @ values / weights.sum(axis=1))
     noise = np.random.default_rng(0).normal(size=2000)
     assert smooth(noise).std() < 0.3
 

@@ -58,6 +58,8 @@ def test_labels_neither_leave_the_page_nor_cover_each_other(browser, page, width
     browser.open(page, width)
     labels = boxes(browser, ".x-labels span, .y-labels span")
     assert all(left >= 0 and left + w <= width for left, _, w, _ in labels)
+    left, _, plot, _ = boxes(browser, ".heat .plot")[0]
+    assert all(at + w <= left + plot + 0.5 for at, _, w, _ in boxes(browser, ".heat .x-labels span"))
     for chart in range(browser.evaluate("document.querySelectorAll('.x-labels').length")):
         row = browser.evaluate(
             f"[...document.querySelectorAll('.x-labels')[{chart}].children].map(e => e.getBoundingClientRect())"
