@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shared_data.console import say
+from shared_data.console import progress, say
 from shared_data.errors import UserError
 from shared_data.files import write_atomic
 
@@ -32,17 +32,19 @@ def report(
 ) -> None:
     """Make one HTML page of one or several runs: curves, expert load, samples, recipes, events."""
     from gpt_oss_lite.report.page import render
-    from gpt_oss_lite.report.run_log import read_run
+    from gpt_oss_lite.report.run_log import RunReader, read_run
     from gpt_oss_lite.report.samples import draw_samples
 
     if len({run.resolve() for run in runs}) < len(runs):
         raise UserError(f"RUN... is {' '.join(map(str, runs))}: each run once")
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    logs = [read_run(run) for run in runs]
-    if prompt:
-        for run in runs:
-            draw_samples(run, prompt)
-        logs = [read_run(run) for run in runs]
+    for run in runs:
+        RunReader(run)  # a wrong name is found before anything is drawn or written
+    for run in runs if prompt else ():
+        draw_samples(run, prompt or ())
+    sizes = [path.stat().st_size for run in runs if (path := run / "metrics.jsonl").is_file()]
+    with progress("read the log", sum(sizes), "B") as bar:
+        logs = [read_run(run, bar.advance) for run in runs]
     for log in logs:
         if log.damaged:
             say(f"warning: {log.folder}: {log.damaged} damaged lines passed over")

@@ -8,7 +8,7 @@ Shapes: N rows, L layers, E experts.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from shared_data.yaml_files import read_yaml_mapping
 
 Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
+Advance = Callable[[float], None]
 
 END_EVENTS = {"done": "done", "stop": "stopped", "give_up": "given up by the NaN guard"}
 SAMPLES_NAME = "samples.jsonl"
@@ -37,8 +38,12 @@ class JsonLines:
         self.rows: list[Row] = []
         self.damaged = 0
 
-    def read(self) -> list[Row]:
-        """All rows up to now, in order. A last line without its end is still being written, and waits."""
+    def read(self, advance: Advance = lambda n_bytes: None) -> list[Row]:
+        """All rows up to now, in order. A last line without its end is still being written, and waits.
+
+        Args:
+            advance: called with the bytes of each line as it is read.
+        """
         try:
             with open(self._path, "rb") as file:
                 self._begin_again_if_replaced(file.fileno())
@@ -48,7 +53,8 @@ class JsonLines:
             return self.rows
         whole = content.rfind(b"\n") + 1
         self._at += whole
-        for line in content[:whole].splitlines():
+        for line in content[:whole].splitlines(keepends=True):
+            advance(len(line))
             try:
                 row = json.loads(line)
             except ValueError:
@@ -148,13 +154,16 @@ class RunLog:
         return f"{END_EVENTS[self.ending['event']]} at step {self.ending['step']:,}{reason}"
 
 
-def read_run(folder: Path) -> RunLog:
+def read_run(folder: Path, advance: Advance = lambda n_bytes: None) -> RunLog:
     """Read a run's folder.
+
+    Args:
+        advance: called with bytes of metrics.jsonl as they are read.
 
     Raises:
         UserError: it is not there, or holds no run.
     """
-    return RunReader(folder).read()
+    return RunReader(folder).read(advance)
 
 
 class RunReader:
@@ -170,9 +179,9 @@ class RunReader:
         self._metrics, self._events = JsonLines(files["metrics"]), JsonLines(files["events"])
         self._samples = JsonLines(folder / SAMPLES_NAME)
 
-    def read(self) -> RunLog:
-        """The run as it stands."""
-        rows = [row for row in self._metrics.read() if isinstance(row.get("tokens"), int)]
+    def read(self, advance: Advance = lambda n_bytes: None) -> RunLog:
+        """The run as it stands; see `read_run`."""
+        rows = [row for row in self._metrics.read(advance) if isinstance(row.get("tokens"), int)]
         events = [event for event in self._events.read() if isinstance(event.get("event"), str)]
         config, record = self._folder / "config.yaml", self._folder / "run.json"
         return RunLog(
