@@ -106,7 +106,15 @@ def test_a_run_without_a_row_yet(tmp_path, capsys):
 
 
 class Terminal:
-    """`monitor` in a terminal of its own."""
+    """`monitor` in a terminal of its own. Use it as a context manager, which leaves no process behind."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
 
     def __init__(self, run):
         self.ours, theirs = pty.openpty()
@@ -147,19 +155,19 @@ def growing(tmp_path, run_folders):
 
 def test_in_a_terminal_it_follows_the_run_and_ends_with_it(growing):
     folder, grow = growing
-    terminal = Terminal(folder)
-    terminal.read_until("step 20 of 60")
-    grow(35)
-    terminal.read_until("step 35 of 60")
-    grow(60, done=True)
-    terminal.read_until("done at step 60")
-    terminal.read_until("step 60 of 60")
-    assert terminal.process.wait(20) == 0
+    with Terminal(folder) as terminal:
+        terminal.read_until("step 20 of 60")
+        grow(35)
+        terminal.read_until("step 35 of 60")
+        grow(60, done=True)
+        terminal.read_until("done at step 60")
+        terminal.read_until("step 60 of 60")
+        assert terminal.process.wait(20) == 0
 
 
 def test_ctrl_c_leaves_without_an_error(growing):
-    terminal = Terminal(growing[0])
-    terminal.read_until("step 20 of 60")
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.process.wait(20) == 0
+    with Terminal(growing[0]) as terminal:
+        terminal.read_until("step 20 of 60")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(20) == 0
     assert read_run(growing[0]).ending is None
