@@ -68,7 +68,7 @@ def number(value: float) -> str:
 
 def draw(chart: Chart) -> str:
     """The chart as a <figure>."""
-    drawn = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
+    drawn = [curve for curve in chart.curves if len(finite(curve.x, curve.y)[0])]
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     head = f"<figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
     if not drawn:

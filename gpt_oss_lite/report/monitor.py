@@ -184,8 +184,8 @@ def _update(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _events(log: RunLog) -> list[str]:
-    saves = [event for event in log.events if event["event"] == "save"]
-    newest = [e for e in log.events if e["event"] not in ("eval", "save") or e is saves[-1]][-LAST_EVENTS:]
+    newest_save = next((event for event in reversed(log.events) if event["event"] == "save"), None)
+    newest = [e for e in log.events if e["event"] not in ("eval", "save") or e is newest_save][-LAST_EVENTS:]
     return [f"{_clock(event.get('time'))} {event_text(event)}" for event in newest]
 
 

@@ -182,7 +182,7 @@ class RunReader:
     def read(self, advance: Advance = lambda n_bytes: None) -> RunLog:
         """The run as it stands; see `read_run`."""
         rows = [row for row in self._metrics.read(advance) if isinstance(row.get("tokens"), int)]
-        events = [event for event in self._events.read() if isinstance(event.get("event"), str)]
+        events = [_without_nulls(event) for event in self._events.read() if isinstance(event.get("event"), str)]
         config, record = self._folder / "config.yaml", self._folder / "run.json"
         return RunLog(
             name=self._folder.resolve().name,
@@ -191,7 +191,7 @@ class RunReader:
             events=events,
             samples=list(self._samples.read()),
             recipe=read_yaml_mapping(config) if config.is_file() else {},
-            record=_read_json(record),
+            record=_without_nulls(_read_json(record)),
             damaged=self._metrics.damaged + self._events.damaged + self._samples.damaged,
         )
 
@@ -214,6 +214,11 @@ def flatten(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in block.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _without_nulls(block: dict[str, Any]) -> dict[str, Any]:
+    """What is null was not known: as good as missing."""
+    return {key: value for key, value in block.items() if value is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

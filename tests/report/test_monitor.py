@@ -105,6 +105,11 @@ def test_a_run_without_a_row_yet(tmp_path, capsys):
     assert monitor(tmp_path / "nowhere") == 2
 
 
+def test_an_evaluation_before_the_first_save():
+    shown = lines(log_of([0.0], [{"event": "eval", "step": 0, "loss": 4.0}]), 1.0, 10)
+    assert dict(line for line in shown if line[0])["validation"] == "4.0000 at step 0"
+
+
 class Terminal:
     """`monitor` in a terminal of its own. Use it as a context manager, which leaves no process behind."""
 

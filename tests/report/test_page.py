@@ -12,6 +12,7 @@ import tiny_run
 import torch
 
 from gpt_oss_lite import cli
+from gpt_oss_lite.report.monitor import lines
 from gpt_oss_lite.report.page import render
 from gpt_oss_lite.report.run_log import RunLog, read_run
 from shared_data.console import run_app
@@ -142,6 +143,22 @@ def test_an_empty_run_has_a_page(tmp_path):
     Outline(page)
     assert "at step 0" in page
     assert "No expert load logged." in page
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "run.json"])
+def test_whatever_a_log_of_another_version_lacks_there_is_a_page_and_a_screen(run_folders, tmp_path, name):
+    for path in run_folders[1].iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / name).read_text()
+    whole = [json.loads(text)] if name == "run.json" else [json.loads(line) for line in text.splitlines()]
+    for key in {key for entry in whole for key in entry}:
+        missing = [{k: v for k, v in entry.items() if k != key} for entry in whole]
+        for part in (missing, [{**entry, key: None} for entry in missing]):
+            (tmp_path / name).write_text("\n".join(map(json.dumps, part)) + "\n")
+            log = read_run(tmp_path)
+            Outline(render([log], NOW))
+            assert lines(log, 0.0, 20)
 
 
 def channel(value: int) -> float:
