@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from gpt_oss_lite.report.commands import monitor, report
 from gpt_oss_lite.training import checkpoint_commands
 from gpt_oss_lite.training.doctor import doctor
 from shared_data.console import run_app, say
@@ -37,6 +38,8 @@ app.command()(prepare)
 app.command()(verify)
 app.command()(doctor)
 app.add_typer(checkpoint_commands.app, name="checkpoints")
+app.command()(report)
+app.command()(monitor)
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

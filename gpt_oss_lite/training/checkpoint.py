@@ -12,13 +12,10 @@ checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors
 weights_only=True.
 """
 
-import errno
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, free_bytes, kept_steps
+from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, kept_steps
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.seeding import restore_rng
 from gpt_oss_lite.training.snapshot import (
@@ -46,6 +43,7 @@ from gpt_oss_lite.training.snapshot import (
     read_tensors,
     take_snapshot,
 )
+from gpt_oss_lite.training.whole_files import as_os_error, assert_whole, atomic_path
 from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write_atomic
@@ -179,9 +177,9 @@ class CheckpointManager:
         }
         for kind, write in writers.items():
             path = self._path(kind, step)
-            with _atomic_path(path) as temporary, _as_os_error(path):
+            with atomic_path(path) as temporary, as_os_error(path):
                 write(temporary)
-                _assert_whole(temporary)
+                assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
         meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
         write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": digest_of(meta)}, indent=2) + "\n")
@@ -295,55 +293,6 @@ class CheckpointManager:
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of a JSON file's content, so that a flipped digit in it is noticed too."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-def _assert_whole(path: Path) -> None:
-    """Refuse a file that a write left short without an error, as some network file systems do.
-
-    Raises:
-        OSError: the file does not read as what was written.
-    """
-    try:
-        if path.name.endswith(".safetensors" + TEMPORARY_SUFFIX):
-            safe_open(path, "pt")
-        else:
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (SafetensorError, RuntimeError, ValueError) as error:
-        raise OSError(errno.EIO, f"written incompletely ({type(error).__name__})", str(path)) from None
-
-
-@contextmanager
-def _as_os_error(path: Path) -> Iterator[None]:
-    """The libraries' own errors in writing a file, which hide the system's, as OSError."""
-    try:
-        yield
-    except (SafetensorError, RuntimeError) as error:
-        text = str(error).splitlines()[0]
-        code = errno.ENOSPC if "No space left" in str(error) or free_bytes(path.parent) == 0 else errno.EIO
-        raise OSError(code, f"could not be written ({text})", str(path)) from error
-
-
-@contextmanager
-def _atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path for writers that open files by name: fsynced and renamed when the block ends without an error.
-
-    `shared_data.files.atomic_writer` hands out an open file; safetensors replaces the file behind a name, so an fsync
-    through a descriptor opened before would reach the wrong one.
-    """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        temporary.unlink(missing_ok=True)  # left by a killed process; or a link that would lead the write elsewhere
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode
-        yield temporary
-        os.chmod(temporary, mode)  # safetensors' own file is for its owner alone, whatever the umask
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -23,6 +23,7 @@ from gpt_oss_lite.training.run_folder import (
 )
 from gpt_oss_lite.training.seeding import check_seed
 from gpt_oss_lite.training.snapshot import check_weights_fit
+from gpt_oss_lite.training.trackers import check_trackers
 from shared_data.console import say
 from shared_data.errors import UserError
 
@@ -73,6 +74,7 @@ def plan_run(options: PretrainOptions) -> Plan:
     """
     recipe = load_recipe(options.config, options.overrides)
     _check_options(options, recipe)
+    check_trackers(recipe.training)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
     resuming = _ask_second_home(options, recipe.training.mirror, folder, resuming)
     if resuming:

@@ -173,7 +173,7 @@ def test_a_missing_or_short_file_makes_a_step_incomplete(tmp_path, kind):
 @pytest.mark.parametrize("n_replaced", range(5))
 def test_a_crash_at_any_rename_leaves_the_older_checkpoint_the_newest(tmp_path, monkeypatch, n_replaced):
     manager, (model, optimizer, scheduler) = save(tmp_path, step=2)
-    real, count = checkpoint.os.replace, iter(range(100))
+    real, count = os.replace, iter(range(100))
 
     def failing_replace(source, target):
         if next(count) == n_replaced:
