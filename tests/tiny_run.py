@@ -113,11 +113,16 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def kill_after_step(process: subprocess.Popen[str], run: Path, step: int, how: int = signal.SIGKILL) -> None:
-    """Send a signal as soon as the log has the row of a step."""
+def kill_after_step(
+    process: subprocess.Popen[str], run: Path, step: int, how: int = signal.SIGKILL, checkpoint: int | None = None
+) -> None:
+    """Send a signal as soon as the log has the row of a step, and the checkpoint of a step is written."""
     deadline = time.monotonic() + 60
     metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") >= step):
+    marker = run / "checkpoints" / f"meta_step_{checkpoint}.json"
+    while not (
+        metrics.exists() and metrics.read_text().count("\n") >= step and (checkpoint is None or marker.exists())
+    ):
         assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -22,7 +22,7 @@ def test_20_steps_are_10_then_sigkill_then_10(setting):
     folder, recipe, rows, digests = setting
     run = folder / "killed"
     process = tiny_run.start_run(config=recipe, out=run, seed=7)
-    tiny_run.kill_after_step(process, run, 12)  # past the checkpoint of step 10
+    tiny_run.kill_after_step(process, run, 12, checkpoint=10)
     assert tiny_run.finish(process)[0] == -signal.SIGKILL
     assert len(tiny_run.rows(run)) >= 11
     code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, resume_from=10))
