@@ -90,20 +90,23 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Record]], int]] = {
 """Source -> (its records, cap in bytes of JSON)."""
 
 
-def write_raw(folder: Path) -> dict[str, int]:
-    """Write `<source>.jsonl` for each source into `folder`, up to its cap.
+def write_raw(folder: Path, cap: int | None = None) -> None:
+    """Write `<source>.jsonl` for each source into `folder`; a file that is there is kept.
 
-    Returns:
-        Bytes by source.
+    Args:
+        folder: where to.
+        cap: bytes of each source; None: the source's own.
     """
-    sizes = {}
-    for source, (records, cap) in SOURCES.items():
-        with progress(f"raw {source}", cap, "B") as report, atomic_writer(folder / f"{source}.jsonl") as file:
+    for source, (records, own_cap) in SOURCES.items():
+        path, limit = folder / f"{source}.jsonl", cap or own_cap
+        if path.exists():
+            continue
+        with progress(f"raw text: {source}", limit, "B") as report, atomic_writer(path) as file:
             size = 0
-            for line in (json.dumps(record, ensure_ascii=False) + "\n" for record in records()):
-                if size + len(line.encode(errors="replace")) > cap:
+            for record in records():
+                line = (json.dumps(record) + "\n").encode()
+                size += len(line)
+                if size > limit:
                     break
-                size += file.write(line.encode(errors="replace"))
+                file.write(line)
                 report.advance(len(line))
-        sizes[source] = size
-    return sizes

@@ -48,6 +48,13 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_if_changed(path: Path, content: bytes | str) -> None:
+    """Replace the content of `path` unless it is that already."""
+    wanted = content.encode() if isinstance(content, str) else content
+    if not path.is_file() or path.read_bytes() != wanted:
+        write_atomic(path, wanted)
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:

@@ -10,7 +10,6 @@ byte and never guessed. Readers that know only the .bin files are unaffected by 
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
@@ -78,6 +77,8 @@ class Sidecar:
     """UTF-8 bytes of each document's text, int64 (N,): the denominator of bits per byte."""
     n_tokens: int
     """Tokens of the shard, EOS included."""
+    sha256: str
+    """SHA-256 of the shard."""
     info: CorpusInfo
     position: Position
 
@@ -107,6 +108,7 @@ def sidecar_bytes(sidecar: Sidecar) -> bytes:
     about = {
         "version": 1,
         "n_tokens": sidecar.n_tokens,
+        "sha256": sidecar.sha256,
         "position": sidecar.position.model_dump(),
         "info": sidecar.info.model_dump(),
     }
@@ -129,7 +131,9 @@ def read_sidecar(path: Path | str) -> Sidecar:
             about = json.loads(file.metadata()[_SIDECAR_KEY])
             arrays = {name: file.get_tensor(name) for name in ("starts", "source_index", "n_bytes")}
         info, position = CorpusInfo.model_validate(about["info"]), Position.model_validate(about["position"])
-        return Sidecar(**arrays, n_tokens=int(about["n_tokens"]), info=info, position=position)
+        return Sidecar(
+            **arrays, n_tokens=int(about["n_tokens"]), sha256=str(about["sha256"]), info=info, position=position
+        )
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a whole sidecar ({str(error).splitlines()[0]}); pack the corpus again") from None
 
@@ -195,12 +199,13 @@ class Manifest(_Record):
         return self
 
     @classmethod
-    def load(cls, folder: Path | str, *, check_hashes: bool = False) -> Self:
+    def load(cls, folder: Path | str, *, check_sizes: bool = True, check_hashes: bool = False) -> Self:
         """Read and check the manifest of a corpus.
 
         Args:
             folder: the corpus, which holds manifest.json.
-            check_hashes: read every shard and compare its SHA-256 too; otherwise only sizes are checked.
+            check_sizes: look whether every shard is there with its size.
+            check_hashes: also read every shard and compare its SHA-256.
 
         Raises:
             UserError: the manifest is missing or wrong, or a shard is not as it says.
@@ -213,7 +218,7 @@ class Manifest(_Record):
             manifest = cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise UserError(f"{path}: {_first_error(error)}") from None
-        problems = manifest.problems(folder, check_hashes=check_hashes)
+        problems = manifest.problems(folder, check_hashes=check_hashes) if check_sizes else []
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UserError(f"{problems[0]}{more}; see: gpt-oss-lite verify {folder}")
@@ -238,7 +243,11 @@ class Manifest(_Record):
 
     def write(self, folder: Path | str) -> None:
         """Write manifest.json, whole or not at all."""
-        write_atomic(Path(folder) / MANIFEST_NAME, self.model_dump_json(indent=2) + "\n")
+        write_atomic(Path(folder) / MANIFEST_NAME, self.to_json())
+
+    def to_json(self) -> str:
+        """The content of manifest.json."""
+        return self.model_dump_json(indent=2) + "\n"
 
 
 def _first_error(error: ValidationError) -> str:
@@ -252,12 +261,8 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard_*.bin"), key=lambda path: (len(path.name), path.name))
 
 
-def build_manifest(folder: Path, sha256s: Mapping[str, str] | None = None) -> Manifest:
-    """Derive the manifest of the shards and sidecars in a folder.
-
-    Args:
-        folder: where shard_*.bin and shard_*.idx lie.
-        sha256s: hashes by file name that are already known; the others are computed.
+def build_manifest(folder: Path) -> Manifest:
+    """Derive the manifest of the shards and sidecars in a folder; the shards are not read, only their sizes.
 
     Raises:
         UserError: there are no shards, one is missing or of another packing, or a sidecar does not fit its shard.
@@ -278,7 +283,7 @@ def build_manifest(folder: Path, sha256s: Mapping[str, str] | None = None) -> Ma
             index=index,
             path=path.name,
             n_tokens=sidecar.n_tokens,
-            sha256=(sha256s or {}).get(path.name) or sha256_file(path),
+            sha256=sidecar.sha256,
             n_eos=len(sidecar.starts),
         )
         for index, (path, sidecar) in enumerate(zip(paths, sidecars, strict=True))

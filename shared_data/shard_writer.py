@@ -1,8 +1,9 @@
 """Writing shards: ids checked on the way, whole files only, and no lost work when the process is killed.
 
 A shard in progress lies in `shard_NNNNN.bin.tmp`. Every few megabytes it is flushed to disk and a small state file
-beside it (`.progress`) records how many documents are safe. A new writer for the same shard and key cuts the temporary
-file back to that point and goes on from there; anything else starts over. The final rename makes the shard appear whole.
+beside it (`.progress`) records how many documents are safe. A new writer for the same shard and key cuts the
+temporary file back to that point and goes on from there; anything else starts over. The final rename makes the shard
+appear whole.
 """
 
 import hashlib
@@ -119,6 +120,7 @@ class ShardWriter:
             source_index=self.source_index,
             n_bytes=self.n_bytes,
             n_tokens=int(self._ends[-1]),
+            sha256=self._digest.hexdigest(),
             info=self.info,
             position=self.position,
         )
@@ -168,7 +170,6 @@ def write_corpus(
     listed = [(np.array([*ids, info.eos_token_id], TOKEN_DTYPE), source, size) for ids, source, size in documents]
     lengths = np.array([len(ids) for ids, _, _ in listed], np.int64)
     slices = split_into_shards(lengths, info.shard_size_tokens)
-    hashes = {}
     for index, part in enumerate(slices):
         writer = ShardWriter(
             path=folder / shard_name(index),
@@ -180,7 +181,7 @@ def write_corpus(
         )
         for ids, _, _ in listed[part]:
             writer.add(ids)
-        hashes[shard_name(index)] = writer.finish()
-    manifest = build_manifest(folder, hashes)
+        writer.finish()
+    manifest = build_manifest(folder)
     manifest.write(folder)
     return manifest

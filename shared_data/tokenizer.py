@@ -1,9 +1,9 @@
 """The LLaMA-3 tokenizer: byte-level BPE with 128,000 ranks, followed by 256 control ids.
 
 Text is only ever text: what spells a control token ("<|eot_id|>") is encoded as ordinary characters, so no id of
-128,000 or more can come out of `encode`. The rank file belongs to the package llama-models (Llama 3 Community Licence)
-and is read from where that package lies, without importing it. The split pattern, the order of the control tokens and
-the two cuts of long text are those of `llama_models/llama3/api/tokenizer.py`, so that ids equal Meta's.
+128,000 or more can come out of `encode`. The rank file belongs to the package llama-models (Llama 3 Community
+Licence) and is read from where that package lies, without importing it. The split pattern, the order of the control
+tokens and the two cuts of long text are those of `llama_models/llama3/api/tokenizer.py`, so that ids equal Meta's.
 """
 
 import base64

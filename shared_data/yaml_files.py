@@ -9,12 +9,31 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared_data.errors import UserError
+
+
+class ConfigBlock(BaseModel):
+    """A block of a configuration file: strict types, no unknown key, immutable once made.
+
+    Wrong input raises pydantic's ValidationError, which is a ValueError. The doc string under a field says what it is.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+Block = TypeVar("Block", bound=BaseModel)
 
 # (tag, pattern, first characters): YAML 1.2, section 10.3.2.
 _SCALARS = [
@@ -112,15 +131,53 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     return value
 
 
+def load_config(block: type[Block], path: Path) -> Block:
+    """Read a file as a typed block.
+
+    Raises:
+        UserError: as `read_yaml_mapping` and `check_config`.
+        OSError: it cannot be read.
+    """
+    return check_config(block, read_yaml_mapping(path), str(path))
+
+
+def check_config(
+    block: type[Block], content: Mapping[str, Any], origin: str, options: Mapping[str, str] | None = None
+) -> Block:
+    """Make a block from keys and values.
+
+    Args:
+        block: its type.
+        content: keys and values.
+        origin: the file, for the error's line.
+        options: key -> the command line's option that set it; such a key's error names the option, not the file.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value or a pair of them is not allowed; one line.
+    """
+    try:
+        return block.model_validate(content)
+    except ValidationError as error:
+        raise UserError(one_line(error, block, origin, options)) from None
+
+
 def show(value: Any) -> str:
     """A value as a person would write it in YAML, on one short line."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, str):
-        text = value if value and value == value.strip() and value.isprintable() else repr(value)
+        text = value if value.isprintable() and _reads_back(value) else repr(value)
     else:
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _reads_back(text: str) -> bool:
+    """Whether a text without quotes is that text in YAML, and not a number or null."""
+    try:
+        return parse_yaml(text, "") == text
+    except UserError:
+        return False
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -146,6 +203,7 @@ _ALLOWED = {
     "dict_type": "a mapping of keys to values",
     "list_type": "a list",
     "tuple_type": "a list",
+    "string_pattern_mismatch": "text of the form {pattern}",
     "too_long": "a list of {max_length}",
     "too_short": "a list of at least {min_length}",
 }
@@ -196,15 +254,24 @@ def _describe(detail: Any, block: type[BaseModel]) -> str:
         numbers = {name: f"{value:g}" for name, value in context.items() if isinstance(value, int | float)}
         return f"{key} is {show(detail['input'])}: it must be {_ALLOWED[kind].format(**{**context, **numbers})}"
     if kind == "literal_error":
-        return f"{key} is {show(detail['input'])}: it must be {context['expected'].replace(chr(39), '')}"
+        choices = context["expected"].replace("'", "").replace("True", "true").replace("False", "false")
+        return f"{key} is {show(detail['input'])}: it must be {choices}"
     return f"{key} is {show(detail['input'])}: {detail['msg']}"
 
 
 def known_keys(block: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """The keys of the block at `path` inside `block`; empty when there is no block."""
+    """The keys of the block at `path` inside `block`, positions in lists included; empty when there is no block."""
     for part in path:
-        field = block.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        block = field.annotation
+        if isinstance(part, str):
+            found = _block_of(block.model_fields[part].annotation) if part in block.model_fields else None
+            if found is None:
+                return []
+            block = found
     return list(block.model_fields)
+
+
+def _block_of(annotation: Any) -> type[BaseModel] | None:
+    """The block in a field's type: itself, or the one in list[Block] or Block | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_block_of, get_args(annotation)) if found), None)

@@ -19,11 +19,9 @@ __all__ = ["PretrainDataset", "chunked_cross_entropy", "main", "make_warmup_cosi
 
 def main() -> None:
     """Run `gpt-oss-lite pretrain` with this process's arguments, and exit with its code."""
-    from gpt_oss_lite.cli import app
+    from gpt_oss_lite import cli
 
-    from shared_data.console import run_app
-
-    sys.exit(run_app(app, ["pretrain", *sys.argv[1:]], prog_name="gpt-oss-lite"))
+    cli.main(["pretrain", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

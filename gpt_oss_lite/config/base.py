@@ -2,23 +2,11 @@
 
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+import shared_data.yaml_files
 
 
-class ConfigBlock(BaseModel):
-    """A block of a recipe. Wrong input raises pydantic's ValidationError, which is a ValueError.
-
-    The doc string under a field is its description in docs/configuration.md.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+class ConfigBlock(shared_data.yaml_files.ConfigBlock):
+    """A block of a recipe. The doc string under a field is its description in docs/configuration.md."""
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked like a new one."""

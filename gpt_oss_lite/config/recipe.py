@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from gpt_oss_lite.config.training import Recipe
 from shared_data.errors import UserError
-from shared_data.yaml_files import dump_yaml, nearest, one_line, parse_yaml, read_yaml_mapping, show
+from shared_data.yaml_files import check_config, dump_yaml, nearest, parse_yaml, read_yaml_mapping, show
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,10 +25,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     options = {}
     for override in overrides:
         options[_apply(override, content)] = f"--set {override}"
-    try:
-        return Recipe.model_validate(content)
-    except ValidationError as error:
-        raise UserError(one_line(error, Recipe, str(path), options)) from None
+    return check_config(Recipe, content, str(path), options)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ weights_only=True.
 import hashlib
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write
 
 FORMAT_VERSION = 1
 CHECKPOINTS = "checkpoints"
+KINDS = ("model", "optim", "sched", "rng")
 _FILE_NAME = re.compile(r"(model|optim|sched|rng|meta)_step_(\d+)\.(safetensors|pt|json)")
 
 
@@ -96,7 +98,12 @@ class CheckpointManager:
         try:
             meta = json.loads(path.read_bytes())
             digest = meta.pop("meta_sha256")
-            well_formed = digest == _digest(meta) and meta["step"] == step and meta["format"] == FORMAT_VERSION
+            expected = {self._path(kind, step).name for kind in KINDS}
+            well_formed = (
+                digest == _digest(meta)
+                and (meta["format"], meta["step"]) == (FORMAT_VERSION, step)
+                and meta["files"].keys() == expected
+            )
         except FileNotFoundError:
             steps = ", ".join(map(str, self.list_checkpoints())) or "none"
             raise DamagedCheckpoint(
@@ -174,6 +181,7 @@ class CheckpointManager:
         optimizer: Optimizer | None = None,
         scheduler: LambdaLR | None = None,
         with_rng: bool = False,
+        check_hashes: bool = True,
     ) -> dict[str, Any]:
         """Load a checkpoint, strictly: every tensor of the model is there, in its shape, and no other.
 
@@ -181,6 +189,7 @@ class CheckpointManager:
             step: None: the newest complete one.
             optimizer, scheduler: loaded too when given.
             with_rng: set every random number generator to where it was.
+            check_hashes: False only when `verify` has just read the files.
 
         Returns:
             The content of meta_step_N.json.
@@ -192,7 +201,7 @@ class CheckpointManager:
         step = self.latest_step() if step is None else step
         if step is None:
             raise UserError(f"{self.folder} has no complete checkpoint")
-        meta = self.verify(step)
+        meta = self.verify(step) if check_hashes else self.meta(step)
         load_model_tensors(model, self._path("model", step))
         if optimizer is not None:
             load_optimizer(model, optimizer, self._read_tensors("optim", step))
@@ -203,7 +212,13 @@ class CheckpointManager:
         return meta
 
     def _read_tensors(self, kind: str, step: int) -> dict[str, Any]:
-        return torch.load(self._path(kind, step), map_location="cpu", weights_only=True)
+        path = self._path(kind, step)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise DamagedCheckpoint(
+                f"{path} does not hold tensors, numbers and strings ({type(error).__name__})"
+            ) from None
 
     # Pruning
 
@@ -234,7 +249,7 @@ class CheckpointManager:
         if self.list_checkpoints() == [step]:
             raise UserError(f"{self.folder}: step {step} is the only complete checkpoint; it is not deleted")
         # Meta first: once it is gone no reader takes the rest for a checkpoint.
-        for kind in ("meta", "model", "optim", "sched", "rng"):
+        for kind in ("meta", *KINDS):
             self._remove(self._path(kind, step))
 
     def remove_leftovers(self) -> None:

@@ -62,6 +62,7 @@ class _MappedShard:
     @property
     def ids(self) -> Ids:
         if self._ids is None:
+            open(self.path, "rb").close()  # an OSError where the file may not be read; torch makes it a RuntimeError
             mapped = torch.from_file(str(self.path), shared=False, size=self.n_tokens, dtype=torch.int32)
             self._ids = mapped.numpy().view("<u4")
         return self._ids
@@ -199,15 +200,10 @@ def _open_file(path: Path) -> _Tokens:
 
 
 def document_ids_of(ids_BT: Tensor, dataset: PretrainDataset, model: ModelConfig) -> Tensor | None:
-    """Number of the document at each position of some windows, (B, T) int64; None unless model.document_mask.
-
-    Raises:
-        UserError: the corpus does not say what its EOS is (one file without a manifest).
-    """
+    """Number of the document at each position of some windows, (B, T) int64; None unless model.document_mask."""
     if not model.document_mask:
         return None
-    if dataset.manifest is None:
-        raise UserError(f"model.document_mask is true, but {dataset.path} has no manifest that names its EOS id")
+    assert dataset.manifest is not None, "check_corpus refuses such a corpus"
     return document_ids(ids_BT, dataset.manifest.eos_token_id)
 
 
@@ -219,6 +215,8 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
             values.
     """
     manifest = dataset.manifest
+    if model.document_mask and manifest is None:
+        raise UserError(f"model.document_mask is true, but {dataset.path} has no manifest that names its EOS id")
     rows = model.embedding_rows
     if manifest is not None:
         where = dataset.path / MANIFEST_NAME

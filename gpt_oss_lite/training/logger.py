@@ -6,6 +6,7 @@ so that metrics.jsonl has one row a logged step. events.jsonl is the run's histo
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,10 +89,12 @@ class TrainingLogger:
         write_atomic(self._metrics, "".join(_line(row) for row in kept))
 
     def finish(self) -> None:
-        """Make both files durable; nothing needs closing."""
+        """Make both files durable: before each save, so that the log never ends before its checkpoint, and at the
+        end."""
         for path in (self._metrics, self._events):
             if path.exists():
-                write_atomic(path, path.read_bytes())
+                with open(path, "ab") as file:
+                    os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

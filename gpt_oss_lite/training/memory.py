@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.transformer import GPTOSS
 from shared_data.console import say
 
@@ -93,6 +93,28 @@ def estimate_model_memory_gb(
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
     return MemoryEstimate({name: size for name, size in items.items() if size})
+
+
+def meta_model(config: ModelConfig) -> GPTOSS:
+    """A model without memory, for counting."""
+    with torch.device("meta"):
+        return GPTOSS(config)
+
+
+def estimate_recipe(
+    recipe: Recipe, batch_size: int | None = None, seq_len: int | None = None, device_type: str = "cuda"
+) -> MemoryEstimate:
+    """The estimate for a recipe, at its own micro-batch and window where no others are given."""
+    training = recipe.training
+    return estimate_model_memory_gb(
+        meta_model(recipe.model),
+        seq_len=seq_len or recipe.model.max_seq_len,
+        batch_size=batch_size or training.micro_batch_size,
+        grad_checkpoint=training.grad_checkpoint,
+        grad_checkpoint_every=training.grad_checkpoint_every,
+        loss_chunk_size=training.loss_chunk_size,
+        device_type=device_type,
+    )
 
 
 def _saved_elements_per_token(config: ModelConfig) -> int:

@@ -74,7 +74,11 @@ def pretrain(options: PretrainOptions) -> int:
     """
     plan = plan_run(options)
     with locked(plan.folder), StopRequest(options.max_hours) as stop:
-        return train(open_run(plan), stop)
+        run = open_run(plan)
+        try:
+            return train(run, stop)
+        finally:
+            run.logger.finish()
 
 
 def train(run: Run, stop: StopRequest) -> int:
@@ -238,6 +242,7 @@ def evaluate_now(run: Run) -> None:
 def save(run: Run) -> None:
     """Write the checkpoint of the last step."""
     started = time.perf_counter()
+    run.logger.finish()
     with run.throughput.paused():
         run.checkpoints.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
     run.logger.event("save", run.state.step, seconds=time.perf_counter() - started)

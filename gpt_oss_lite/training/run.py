@@ -1,5 +1,4 @@
-"""A run: what the command asked for, checked before anything is written, and the live objects that the loop works
-on."""
+"""A run: what a command asked for, checked before anything is written, and the live objects of the loop."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import set_knobs
 from gpt_oss_lite.training.logger import Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.run_folder import (
@@ -36,7 +35,7 @@ from gpt_oss_lite.training.run_folder import (
     versions,
 )
 from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
-from gpt_oss_lite.training.snapshot import load_model_tensors
+from gpt_oss_lite.training.snapshot import check_weights_fit
 from gpt_oss_lite.training.stop import ignore_stop_signals
 from shared_data.console import say
 from shared_data.errors import UserError
@@ -92,6 +91,8 @@ class Plan:
     dataset: PretrainDataset
     validation: PretrainDataset | None
     corpus: dict[str, Any]
+    resume_step: int | None
+    """Checkpoint to go on from, verified; None: from the start."""
 
 
 @dataclass
@@ -156,8 +157,7 @@ def plan_run(options: PretrainOptions) -> Plan:
     recipe = load_recipe(options.config, options.overrides)
     _check_options(options, recipe)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
-    if resuming:
-        read_record(folder)
+    step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
     dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
@@ -165,7 +165,9 @@ def plan_run(options: PretrainOptions) -> Plan:
     corpus = dataset.fingerprint()
     if resuming:
         check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
-    return Plan(options, recipe, folder, resuming, dataset, validation, corpus)
+    elif options.init_from is not None:
+        _check_init_from(options.init_from, recipe)
+    return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step)
 
 
 def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
@@ -179,13 +181,19 @@ def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
             raise UserError(f"{name} is {value}: it must be greater than 0")
     if options.seed is not None:
         check_seed(options.seed)
-    if options.init_from is not None:
-        checkpoint_folder(options.init_from)
     if not recipe.training.nan_guard and not options.accept_no_nan_guard:
         raise UserError(
             "training.nan_guard is false: non-finite steps would reach the weights. If that is meant, say "
             "--i-accept-no-nan-guard too"
         )
+
+
+def _check_init_from(init_from: Path, recipe: Recipe) -> None:
+    source = CheckpointManager(checkpoint_folder(init_from))
+    step = source.latest_step()
+    if step is None:
+        raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
+    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
 
 
 def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:
@@ -283,11 +291,10 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
     run.checkpoints.remove_leftovers()
-    step = resume_step(plan.folder, plan.options.resume) if plan.resuming else None
-    if step is None:
-        restore_start(run)
-    else:
-        restore_checkpoint(run, step)
+    if plan.resume_step is not None:
+        restore_checkpoint(run, plan.resume_step)
+    elif run.init_from is not None:
+        load_other_weights(run, run.init_from)
     if plan.resuming:
         # A run that stopped between two log intervals logged its last step; the unbroken run has no such row.
         interval = run.recipe.training.log_interval
@@ -298,8 +305,8 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
 
 
 def restore_checkpoint(run: Run, step: int) -> None:
-    """Put weights, moments, schedule, random numbers and state back to a checkpoint's."""
-    meta = run.checkpoints.load(run.model, step, run.optimizer, run.scheduler, with_rng=True)
+    """Put weights, moments, schedule, random numbers and state back to those of a checkpoint that has been verified."""
+    meta = run.checkpoints.load(run.model, step, run.optimizer, run.scheduler, with_rng=True, check_hashes=False)
     run.state = RunState(**meta["state"])
     run.guard.reset(run.state.streak)
 
@@ -309,17 +316,23 @@ def restore_start(run: Run) -> None:
     seed_everything(run.seed)
     run.model.load_state_dict(GPTOSS(run.recipe.model).state_dict())
     if run.init_from is not None:
-        source = CheckpointManager(checkpoint_folder(run.init_from))
-        step = source.newest_good()
-        if step is None:
-            raise UserError(f"--init-from {run.init_from}: there is no good checkpoint")
-        load_model_tensors(run.model, source.folder / f"model_step_{step}.safetensors")
+        load_other_weights(run, run.init_from)
     run.optimizer.state.clear()
     run.scheduler.load_state_dict(run.start_schedule.copy())
     for group, lr in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
         group["lr"] = lr
     run.state = RunState()
     run.guard.reset(0)
+
+
+def load_other_weights(run: Run, init_from: str) -> None:
+    """Start from the newest good weights of another run; nothing else of it is taken."""
+    source = CheckpointManager(checkpoint_folder(init_from))
+    step = source.newest_good()
+    if step is None:
+        raise UserError(f"--init-from {init_from}: there is no good checkpoint")
+    source.load(run.model, step)
+    say(f"[init] weights of step {step} of {init_from}")
 
 
 def open_stream(

@@ -166,8 +166,9 @@ def resume_step(folder: Path, resume: ResumeRequest) -> int | None:
 
     Raises:
         DamagedCheckpoint: the step that was asked for is not there, or damaged.
-        UserError: checkpoints are there, but none verifies.
+        UserError: checkpoints are there, but none verifies; or run.json is missing or damaged.
     """
+    read_record(folder)
     manager = CheckpointManager(folder / CHECKPOINTS)
     if resume.from_step is not None:
         manager.verify(resume.from_step)

@@ -1,5 +1,4 @@
-"""Learning-rate multipliers as functions of the step: each is a closed form, so that a resumed run needs only its
-step."""
+"""Learning-rate multipliers: closed forms of the step, so that a resumed run needs nothing but its step."""
 
 import math
 from collections.abc import Callable

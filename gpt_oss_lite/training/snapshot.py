@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -90,12 +90,33 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
     for name, first in _tied_names(model).items():
         if first in tensors:
             tensors[name] = tensors[first]
-    expected = model.state_dict()
-    for name in sorted(expected.keys() | tensors.keys()):
-        there, here = (tuple(d[name].shape) if name in d else "missing" for d in (tensors, expected))
+    _check_shapes(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
+    model.load_state_dict(tensors, strict=True)
+
+
+def check_weights_fit(model: nn.Module, path: Path) -> None:
+    """Compare the names and shapes in a file with a model's (which may be on the meta device), without reading weights.
+
+    Raises:
+        UserError: names the first tensor that differs.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+    for name, first in _tied_names(model).items():
+        if first in shapes:
+            shapes[name] = shapes[first]
+    _check_shapes(model, shapes, path)
+
+
+def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        there, here = shapes.get(name, "missing"), expected.get(name, "missing")
         if there != here:
             raise UserError(f"{path} is of another model: {name} is {there} in the file and {here} in the model")
-    model.load_state_dict(tensors, strict=True)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:

@@ -1,0 +1,256 @@
+"""The command line: gpt-oss-lite pretrain | generate | eval | prepare | verify | estimate.
+
+A command reads its options, hands them to the one function that does the work, and prints its result; heavy modules
+are imported inside, so that --help answers at once. Results go to standard output, everything else to standard error.
+"""
+
+import json
+import logging
+import math
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from shared_data.console import run_app, say
+from shared_data.errors import UserError
+from shared_data.prepare_data import prepare
+from shared_data.verify import verify
+
+if TYPE_CHECKING:
+    from gpt_oss_lite.model.transformer import GPTOSS
+    from shared_data.tokenizer import Tokenizer
+
+app = typer.Typer(
+    help="GPT-OSS-Lite: pre-train a sparse mixture-of-experts language model, from raw text to samples.",
+    epilog="Exit codes: 0 done, 1 failed, 2 bad input or usage, 3 stopped by a signal or time limit after a good "
+    "save, 4 stopped by the NaN guard. --debug anywhere shows the traceback of an error.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(prepare)
+app.command()(verify)
+
+Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe (training.lr=3e-4); repeatable."),
+]
+Checkpoint = Annotated[
+    Path, typer.Option("--checkpoint", metavar="RUN", help="Run folder, or its checkpoints/.", show_default=False)
+]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, help="Step of the checkpoint. Default: the newest complete one.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class _SayHandler(logging.Handler):
+    """Log lines go where standard error goes at the time, so also above a progress bar that owns it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """GPT-OSS-Lite: pre-train a sparse mixture-of-experts language model, from raw text to samples."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_SayHandler()])
+    if show_version:
+        print(version("gpt-oss-lite"))
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def pretrain(
+    config: Config,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Run folder. Default: the next free runs/<config>-NNN.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything. Default: a fresh one, recorded.")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(help="Step to stop at. The schedule keeps training.total_steps.")
+    ] = None,
+    max_hours: Annotated[float | None, typer.Option(help="Hours after which to save and stop (exit code 3).")] = None,
+    overrides: Overrides = None,
+    resume_from: Annotated[int | None, typer.Option(metavar="N", help="Go on from the checkpoint of step N.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="latest", help="Go on from the newest good checkpoint.")] = None,
+    auto_resume: Annotated[bool, typer.Option("--auto-resume", help="Go on where there is a run, else start.")] = False,
+    init_from: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Start a new run from another's newest weights.")
+    ] = None,
+    accept_no_nan_guard: Annotated[
+        bool, typer.Option("--i-accept-no-nan-guard", help="Needed with training.nan_guard: false.")
+    ] = False,
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Go on although recipe, seed or corpus differ.")
+    ] = False,
+) -> int:
+    """Train a model. Without --out, --resume-from, --resume and --auto-resume take the newest run of the recipe."""
+    from gpt_oss_lite.training.pretrain import PretrainOptions
+    from gpt_oss_lite.training.pretrain import pretrain as train
+
+    if resume not in (None, "latest"):
+        raise UserError(f"--resume is {resume}: it must be latest (or name a step with --resume-from)")
+    options = PretrainOptions(
+        config=config,
+        out=out,
+        seed=seed,
+        max_steps=max_steps,
+        max_hours=max_hours,
+        overrides=overrides or (),
+        resume_from=resume_from,
+        resume_latest=resume is not None,
+        auto_resume=auto_resume,
+        init_from=init_from,
+        accept_no_nan_guard=accept_no_nan_guard,
+        allow_changed=allow_changed,
+    )
+    return train(options)
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="Text to continue; may be empty.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 64,
+    step: Step = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this share only.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Continuations to draw.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same continuations.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text with a trained model."""
+    from gpt_oss_lite.inference.generate import generate as draw
+
+    model, tokenizer = _load(checkpoint, step)
+    prompt_ids = [tokenizer.eos_token_id, *tokenizer.encode(prompt)]  # as every document in the shards begins
+    drawn = draw(
+        model,
+        [prompt_ids] * samples,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=[tokenizer.eos_token_id],
+    )
+    texts = [tokenizer.decode(sample.ids) for sample in drawn]
+    if as_json:
+        rows = zip(texts, drawn, strict=True)
+        results = [{"text": text, "tokens": len(sample.ids), "stopped": sample.stopped} for text, sample in rows]
+        print_json({"prompt": prompt, "samples": results})
+        return
+    for text in texts:
+        print(prompt + text)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Corpus to score, e.g. .../validation.", show_default=False)
+    ],
+    step: Step = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows of one forward pass.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Score a model on a corpus: loss, perplexity and bits per byte, overall and per source."""
+    from gpt_oss_lite.inference.perplexity import evaluate as score
+    from gpt_oss_lite.training.checkpoint import load_model
+    from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+
+    model, _ = load_model(checkpoint, step, _device())
+    dataset = PretrainDataset(data, model.config.max_seq_len, model.config.embedding_rows)
+    check_corpus(dataset, model.config)
+    result = score(model, dataset, micro_batch_size=batch_size)
+    if as_json:
+        print_json(result.as_dict())
+        return
+    print(f"{'source':<20} {'loss':>8} {'perplexity':>12} {'bits/byte':>10} {'tokens':>12}")
+    for name, part in [*result.by_source.items(), ("all", result.total)]:
+        bits = "n/a" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}"
+        print(f"{name:<20} {part.loss:8.4f} {part.perplexity:12.5g} {bits:>10} {part.tokens:12,}")
+
+
+@app.command()
+def estimate(
+    config: Config,
+    overrides: Overrides = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows. Default: training.micro_batch_size.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: model.max_seq_len.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate a recipe's memory on a GPU, its parameters and operations, without building it."""
+    from gpt_oss_lite.config import load_recipe
+    from gpt_oss_lite.training.flops import flops_per_token
+    from gpt_oss_lite.training.memory import estimate_recipe, meta_model
+
+    recipe = load_recipe(config, overrides or ())
+    result = estimate_recipe(recipe, batch_size, seq_len)
+    model = meta_model(recipe.model)
+    total, active = model.num_parameters(), model.num_active_parameters()
+    flops = flops_per_token(recipe.model, seq_len or recipe.model.max_seq_len)
+    if as_json:
+        figures = {"parameters": total, "active_parameters": active, "flops_per_token": flops}
+        print_json({**figures, "bytes": result.items, "total_bytes": result.total_bytes})
+        return
+    print(f"parameters: {total:,}, active per token: {active:,}; {flops:,} FLOP/token, forward and backward")
+    print(result.table())
+
+
+def _device() -> Literal["cuda", "cpu"]:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load(checkpoint: Path, step: int | None) -> "tuple[GPTOSS, Tokenizer]":
+    """A model and the tokenizer that its corpus was made with.
+
+    Raises:
+        UserError: the model has another vocabulary.
+    """
+    from gpt_oss_lite.training.checkpoint import load_model
+    from shared_data.tokenizer import load_tokenizer
+
+    model, _ = load_model(checkpoint, step, _device())
+    tokenizer = load_tokenizer()
+    rows = model.config.embedding_rows
+    if model.config.vocab_size != tokenizer.vocab_size or tokenizer.eos_token_id >= rows:
+        raise UserError(
+            f"{checkpoint}: the model has vocab_size {model.config.vocab_size} and {rows} rows, but the tokenizer "
+            f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and EOS {tokenizer.eos_token_id}"
+        )
+    return model, tokenizer
+
+
+def print_json(value: Any) -> None:
+    """Print a result on standard output for other programs. JSON has no infinity and no NaN: they become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code.
+
+    Args:
+        arguments: None: those of the process.
+    """
+    sys.exit(run_app(app, arguments, prog_name="gpt-oss-lite"))

@@ -1,0 +1,135 @@
+"""Speed and peak memory of a recipe's training step on this machine's GPU, beside the estimate.
+
+    python scripts/microbench_a100.py --config configs/pretrain_a100_502m.yaml --batch-size 8 --seq-len 4096
+
+It runs the real loop's steps (gpt_oss_lite.training.pretrain.train_step) on random tokens, so that the figures are
+those of a run: tokens per second, MFU, and the allocator's peak, held against --threshold-gb (10^9 bytes). Exit code 1
+when the peak is above it. Without CUDA the estimate and the bytes of the shapes are all there is to say.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from gpt_oss_lite.cli import AsJson, Config, Overrides, print_json
+from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
+from gpt_oss_lite.training.memory import estimate_recipe, meta_model
+from gpt_oss_lite.training.pretrain import PretrainOptions, train_step
+from gpt_oss_lite.training.run import open_run, plan_run
+from shared_data.console import progress, run_app, say
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def bench(
+    config: Config,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows of a micro-batch. Default: the recipe's.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: the recipe's.")] = None,
+    threshold_gb: Annotated[float, typer.Option(min=0, help="Largest peak in GB of 10^9 bytes.")] = 25.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 6,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them, for compilation and caches.")] = 3,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure a recipe's training step."""
+    settings = list(overrides or ())
+    settings += [f"training.micro_batch_size={batch_size}"] if batch_size else []
+    settings += [f"model.max_seq_len={seq_len}"] if seq_len else []
+    recipe = load_recipe(config, settings)
+    result = byte_counts(recipe)
+    if torch.cuda.is_available():
+        result |= measure(config, settings, recipe, steps, warmup)
+    else:
+        say("no CUDA device: the step is not measured; here are the estimate and the bytes of its shapes")
+    result["threshold_gb"] = threshold_gb
+    peak_gb = result.get("peak_gb", result["estimate_gb"])
+    result["within_threshold"] = peak_gb <= threshold_gb
+    print_json(result) if as_json else print_table(result)
+    return 0 if result["within_threshold"] or "peak_gb" not in result else 1
+
+
+def byte_counts(recipe: Recipe) -> dict[str, Any]:
+    """What is known without a device: the estimate by item and the bytes of a step's largest shapes."""
+    model, training = recipe.model, recipe.training
+    tokens = training.micro_batch_size * model.max_seq_len
+    estimate = estimate_recipe(recipe)
+    parameters = meta_model(model).num_parameters()
+    return {
+        "batch_size": training.micro_batch_size,
+        "seq_len": model.max_seq_len,
+        "parameters": parameters,
+        "estimate_gb": estimate.total_gb,
+        "estimate_bytes": estimate.items,
+        "checkpoint_bytes": 3 * 4 * parameters,
+        "whole_logits_bytes": 4 * tokens * model.embedding_rows,
+        "logits_chunk_bytes": 4 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
+    }
+
+
+def measure(config: Path, settings: list[str], recipe: Recipe, steps: int, warmup: int) -> dict[str, Any]:
+    """Time the loop's own steps on random tokens; medians over `steps`."""
+    model, training = recipe.model, recipe.training
+    windows = (warmup + steps) * training.micro_batch_size * training.gradient_accumulation_steps
+    ids = np.random.default_rng(0).integers(model.vocab_size, size=windows * model.max_seq_len + 1, dtype="<u4")
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder, "tokens.bin")
+        ids.tofile(corpus)
+        settings = [*settings, f"data.train_data_path={corpus}", "data.data_mix=null", "training.eval_interval=0"]
+        run = open_run(plan_run(PretrainOptions(config=config, out=Path(folder, "run"), seed=0, overrides=settings)))
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        with progress("steps", warmup + steps, "steps") as report:
+            for step in range(warmup + steps):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                train_step(run)
+                torch.cuda.synchronize()
+                seconds += [time.perf_counter() - started] if step >= warmup else []
+                report.advance(1)
+    tokens = training.micro_batch_size * training.gradient_accumulation_steps * model.max_seq_len
+    tokens_per_s = tokens / statistics.median(seconds)
+    name = torch.cuda.get_device_name()
+    return {
+        "device": name,
+        "tokens_per_s": tokens_per_s,
+        "mfu": mfu(tokens_per_s, model, model.max_seq_len, device_peak_flops(name)),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "seconds_per_step": statistics.median(seconds),
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The figures for a person."""
+    print(f"micro-batch {result['batch_size']} x {result['seq_len']} tokens, {result['parameters']:,} parameters")
+    rows = [(f"  {name}", size) for name, size in result["estimate_bytes"].items()]
+    rows += [
+        ("estimate", result["estimate_gb"] * 1e9),
+        ("one chunk of logits", result["logits_chunk_bytes"]),
+        ("all logits, never held", result["whole_logits_bytes"]),
+        ("checkpoint on disk", result["checkpoint_bytes"]),
+    ]
+    if "peak_gb" in result:
+        rows.append(("measured peak", result["peak_gb"] * 1e9))
+    for name, size in rows:
+        print(f"{name:<50} {size / 1e9:9.3f} GB")
+    if "peak_gb" in result:
+        print(f"{result['device']}: {result['seconds_per_step'] * 1e3:.1f} ms a step, "
+              f"{result['tokens_per_s']:,.0f} tok/s, MFU {format_mfu(result['mfu'])}")  # fmt: skip
+    what = "peak" if "peak_gb" in result else "estimate"
+    verdict = "within" if result["within_threshold"] else "ABOVE"
+    print(f"the {what} is {verdict} the threshold of {result['threshold_gb']:g} GB")
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, prog_name="microbench_a100.py"))

@@ -1,0 +1,139 @@
+"""Runs a stage's tasks, in this process or in a pool of spawned ones. Which one makes no difference to the result.
+
+A task is idempotent: it writes whole files and then its commit record (see `commits`), so it may be killed, retried,
+or run twice. Workers are spawned, never forked: a fork in a process that has threads (the tokenizer's) can deadlock.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Protocol
+
+from shared_data.commits import Commit, read_commit, write_commit
+from shared_data.console import progress, say
+
+MAX_POOL_FAILURES = 3
+PARENT_PIPE_VARIABLE = "SHARED_DATA_PARENT_PIPE"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a task wrote and counted."""
+
+    outputs: Mapping[Path, str | None]
+    """Files, with their SHA-256 where it is known."""
+    counts: Mapping[str, int]
+
+
+class Work(Protocol):
+    """What a task does: a picklable value, made of plain data."""
+
+    def run(self) -> Result:
+        """Write the outputs whole; overwrite what an earlier run left."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit of work that is redone as a whole after a kill."""
+
+    record: Path
+    key: str
+    """Fingerprint of everything that the outputs depend on."""
+    n_bytes: int
+    """Input bytes, for progress."""
+    work: Work
+
+
+def execute(task: Task) -> Commit:
+    """Do a task and commit it, unless that was done before."""
+    commit = read_commit(task.record, task.key)
+    if commit is None:
+        task.record.unlink(missing_ok=True)
+        result = task.work.run()
+        commit = write_commit(task.record, task.key, result.outputs, result.counts)
+    return commit
+
+
+def run_tasks(tasks: Sequence[Task], *, workers: int, label: str) -> list[Commit]:
+    """Do what is not done yet; returns the commits of all tasks, in the tasks' order.
+
+    Raises:
+        UserError: a task found bad input.
+        ChildProcessError: workers were killed again and again.
+    """
+    commits = {index: commit for index, task in enumerate(tasks) if (commit := read_commit(task.record, task.key))}
+    pending = {index: task for index, task in enumerate(tasks) if index not in commits}
+    if pending:
+        total = sum(task.n_bytes for task in pending.values())
+        inline = workers == 1 or len(pending) == 1
+        with progress(label, total=total, unit="B") as bar:
+            for index, commit in _inline(pending) if inline else _pool(pending, min(workers, len(pending))):
+                commits[index] = commit
+                bar.advance(tasks[index].n_bytes)
+    return [commits[index] for index in range(len(tasks))]
+
+
+def run_by_source(plans: Mapping[str, Sequence[Task]], *, workers: int, label: str) -> dict[str, list[Commit]]:
+    """Do the tasks of several sources together; returns the commits of each."""
+    commits = iter(run_tasks([task for tasks in plans.values() for task in tasks], workers=workers, label=label))
+    return {source: [next(commits) for _ in tasks] for source, tasks in plans.items()}
+
+
+def _inline(pending: Mapping[int, Task]) -> Iterator[tuple[int, Commit]]:
+    for index, task in pending.items():
+        yield index, execute(task)
+
+
+def _pool(pending: Mapping[int, Task], workers: int) -> Iterator[tuple[int, Commit]]:
+    """Run in spawned processes; when one is killed, start a new pool for what is left."""
+    left, failures = dict(pending), 0
+    while left:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+            try:
+                futures = {pool.submit(execute, task): index for index, task in left.items()}
+                for future in as_completed(futures):
+                    commit = future.result()
+                    failures = 0
+                    del left[futures[future]]
+                    yield futures[future], commit
+            except BrokenProcessPool:
+                failures += 1
+                if failures == MAX_POOL_FAILURES:
+                    raise ChildProcessError(
+                        f"a worker process was killed {failures} times in a row without finishing a task (out of "
+                        "memory?); what is finished is kept, so run the command again, with fewer --workers"
+                    ) from None
+                say(f"a worker process was killed: {len(left)} tasks start again")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in multiprocessing.active_children():
+                    child.kill()
+                raise
+
+
+def _start_worker() -> None:
+    """Leave the keyboard to the parent, and end with it even when it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_when_ready, args=(parent.sentinel,), daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends (see `prepare_data`), even when that one is killed."""
+    if pipe := os.environ.pop(PARENT_PIPE_VARIABLE, None):
+        threading.Thread(target=_exit_when_ready, args=(int(pipe),), daemon=True).start()
+
+
+def _exit_when_ready(handle: int) -> None:
+    wait([handle])
+    os._exit(1)

@@ -1,0 +1,98 @@
+"""The orchestrator: runs the four stages, each in its own process, from raw text to what training reads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shared_data import options
+from shared_data.console import run_app, say
+from shared_data.executor import PARENT_PIPE_VARIABLE
+
+STAGES = ("download_raw", "clean", "tokenize", "pack_shards")
+REPORTS = ("download", "clean", "tokenize", "pack")
+
+
+def run_module(name: str, arguments: list[str]) -> int:
+    """Run a stage as `python -m`; it ends when this process does, however that happens."""
+    reader, writer = os.pipe()
+    environment = {**os.environ, PARENT_PIPE_VARIABLE: str(reader)}
+    command = [sys.executable, "-m", f"shared_data.scripts.{name}", *arguments]
+    try:
+        with subprocess.Popen(command, env=environment, pass_fds=[reader], stdin=subprocess.DEVNULL) as stage:
+            try:
+                code = stage.wait()
+            except KeyboardInterrupt:
+                stage.wait()
+                raise
+    finally:
+        os.close(reader)
+        os.close(writer)
+    if code < 0:
+        say(f"error: the stage {name} was killed by signal {-code}; what it finished is kept, so run the command again")
+        return 1
+    return code
+
+
+def prepare(
+    stage: Annotated[Literal["pretrain"], typer.Option(help="What to prepare data for.")] = "pretrain",
+    mixture: options.MixtureOption = None,
+    data_config: options.DataConfigOption = None,
+    source: options.SourceOption = None,
+    skip_download: Annotated[bool, typer.Option("--skip-download", help="Use raw/ as it is.")] = False,
+    skip_clean: Annotated[bool, typer.Option("--skip-clean", help="Use clean/ as it is.")] = False,
+    skip_tokenize: Annotated[bool, typer.Option("--skip-tokenize", help="Use tokens/ as they are.")] = False,
+    total_tokens: options.TotalTokensOption = None,
+    shard_size_tokens: options.ShardSizeOption = None,
+    workers: options.WorkersOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what to expect, and do nothing.")] = False,
+    data_root: options.DataRootOption = Path("data"),
+    as_json: options.JsonOption = False,
+) -> int:
+    """Turn the sources of a mixture into shards: download, clean, tokenize, pack.
+
+    What is already done is not done again, so that a run which was stopped or killed goes on where it was.
+    """
+    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
+    if dry_run:
+        from shared_data.estimate import estimate, show
+
+        expected = estimate(context)
+        show(expected)
+        if as_json:
+            print(json.dumps(expected, indent=2))
+        return 0
+    shared = _words(
+        {"--mixture": mixture, "--data-config": data_config, "--data-root": data_root, "--workers": workers}
+    )
+    shared += [word for name in source or () for word in ("--source", name)]
+    sizes = _words({"--total-tokens": total_tokens, "--shard-size-tokens": shard_size_tokens})
+    skipped = {"download_raw": skip_download, "clean": skip_clean, "tokenize": skip_tokenize}
+    for name in STAGES:
+        if skipped.get(name):
+            continue
+        if code := run_module(name, shared + (sizes if name == "pack_shards" else [])):
+            return code
+    if as_json:
+        reports = [context.layout.reports / f"{name}.json" for name in REPORTS]
+        print(json.dumps([json.loads(path.read_bytes()) for path in reports if path.is_file()], indent=2))
+    return 0
+
+
+def _words(values: dict[str, object]) -> list[str]:
+    return [word for name, value in values.items() if value is not None for word in (name, str(value))]
+
+
+def main() -> int:
+    """Run `prepare` on the command line's arguments; returns the exit code."""
+    app = typer.Typer(add_completion=False)
+    app.command()(prepare)
+    return run_app(app)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Reading documents: from the source's files (JSON lines, text, parquet, each as it comes), and from the stages' own.
+
+A span is a piece of a file that a task reads. A line belongs to the span that holds its first byte, so that spans of
+any size read each line once. A document that cannot be read is returned as a reason, never skipped in silence.
+"""
+
+import functools
+import glob
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shared_data.errors import UserError, require_extra
+from shared_data.tokenizer import replace_lone_surrogates
+
+CHUNK_BYTES = 1 << 20
+LINE_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIXES = (".txt",)
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, each also with .gz or .zst, and .parquet"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where a record keeps its text."""
+
+    text_field: str
+    extra_text_field: str | None
+    separator: str
+
+    def names(self) -> list[str]:
+        """The fields to read."""
+        return [name for name in (self.text_field, self.extra_text_field) if name]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a file: bytes [start, end) of a file that can be cut, or the whole of one that cannot."""
+
+    path: Path
+    name: str
+    """The file's name in the ids of its documents."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as read: its text, or the reason why there is none."""
+
+    id: str
+    text: str | None
+    reason: str | None = None
+    repairs: Mapping[str, int] | None = None
+    """Changes that reading itself had to make: invalid_utf8_replaced, lone_surrogates_replaced."""
+
+
+def base_suffix(path: Path) -> str:
+    """The suffix that says what is in a file, compression apart."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file's suffix says that it is compressed."""
+    return path.suffix.lower() in COMPRESSED_SUFFIXES
+
+
+def find_files(patterns: Sequence[Path], source: str) -> list[Path]:
+    """The files of a source, sorted, each once.
+
+    Raises:
+        UserError: a pattern matches nothing, or a file's suffix is unknown.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
+        files = [path for path in matches if path.is_file()]
+        if not files:
+            raise UserError(f"source {source}: files: {pattern} matches no file")
+        found.update(files)
+    for path in sorted(found):
+        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, ".parquet"):
+            raise UserError(f"source {source}: files: {path} has a suffix that is not known; {ALLOWED_SUFFIXES}")
+    return sorted(found)
+
+
+def cut_into_spans(files: Sequence[tuple[Path, str, int]], task_bytes: int) -> list[list[Span]]:
+    """Group files into tasks of about task_bytes; only plain JSON lines are cut inside a file.
+
+    Args:
+        files: (path, name, size in bytes), in order.
+        task_bytes: input bytes of a task.
+    """
+    tasks: list[list[Span]] = [[]]
+    room = task_bytes
+    for path, name, size in files:
+        can_cut = base_suffix(path) in LINE_SUFFIXES and not is_compressed(path)
+        # Equal pieces: a file a little over task_bytes is one task, not one and a crumb.
+        step = math.ceil(size / max(1, round(size / task_bytes))) if can_cut else size
+        for start in range(0, size, step) if size else ():
+            span = Span(path, name, start, min(start + step, size))
+            if tasks[-1] and span.end - span.start > room:
+                tasks.append([])
+                room = task_bytes
+            tasks[-1].append(span)
+            room -= span.end - span.start
+    return [spans for spans in tasks if spans]
+
+
+def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, decompressed by its suffix.
+
+    Raises:
+        UserError: a compressed file is damaged or ends in the middle.
+    """
+    if path.suffix.lower() == ".zst":
+        yield from _read_zst(path)
+        return
+    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+        file.seek(start)
+        try:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
+
+
+def _read_zst(path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame. zstandard's own reader takes a file that is cut off for a short one."""
+    zstandard = require_extra("zstandard", "data")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame, started = decompressor.decompressobj(), False
+    with open(path, "rb") as file:
+        try:
+            while chunk := file.read(CHUNK_BYTES):
+                while chunk:
+                    started = True
+                    yield frame.decompress(chunk)
+                    chunk = b""
+                    if frame.eof:
+                        chunk = frame.unused_data
+                        frame, started = decompressor.decompressobj(), False
+        except zstandard.ZstdError as error:
+            raise UserError(f"{path}: the compressed file is damaged ({error})") from None
+    if started:
+        raise UserError(f"{path}: the compressed file is cut off: its last frame does not end")
+
+
+def read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
+    """(offset, line without its end) of each line whose first byte lies in the span; empty lines are left out."""
+    whole = is_compressed(span.path)
+    position = 0 if whole else span.start
+    skipping = False
+    if not whole and span.start > 0:
+        # A line that starts exactly at span.start is ours only if the byte before it ends a line.
+        position -= 1
+        skipping = True
+    rest = b""
+    for chunk in read_chunks(span.path, position):
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            offset, position = position, position + len(line) + 1
+            if skipping:
+                skipping = False
+                continue
+            if not whole and offset >= span.end:
+                return
+            if line.strip():
+                yield offset, line
+    if rest.strip() and not skipping and (whole or position < span.end):
+        yield position, rest
+
+
+@functools.cache
+def json_library() -> ModuleType:
+    """orjson, which is several times faster than the standard library's json."""
+    return require_extra("orjson", "data")
+
+
+def parse_json_line(line: bytes) -> tuple[Any, dict[str, int]]:
+    """Parse one line of JSON; returns the value and the repairs made.
+
+    Invalid UTF-8 is replaced by U+FFFD and counted; escapes of lone surrogates are let through.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json_library().loads(line), {}
+    except ValueError:
+        text = line.decode("utf-8", "replace")
+        repairs = text.count("\ufffd") - line.count("\ufffd".encode())
+        return json.loads(text), {"invalid_utf8_replaced": repairs} if repairs else {}
+
+
+def text_of(record: Any, fields: Fields) -> str | None:
+    """The text of a record, the extra field's joined to it; None when a field is missing or holds no text."""
+    if not isinstance(record, dict):
+        return None
+    parts = [record.get(name) for name in fields.names()]
+    return fields.separator.join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+
+
+def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int] | None = None) -> Document:
+    """A document from a parsed record. Its id is the record's own id or url, else the place it was read at."""
+    text = text_of(record, fields)
+    if text is None:
+        return Document(where, None, "no_text")
+    name = next((record[key] for key in ("id", "url") if isinstance(record.get(key), str | int)), where)
+    text, surrogates = replace_lone_surrogates(text)
+    repairs = dict(repairs or {})
+    if surrogates:
+        repairs["lone_surrogates_replaced"] = surrogates
+    return Document(replace_lone_surrogates(str(name))[0], text, None, repairs)
+
+
+def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
+    """The documents of a span of JSON lines."""
+    for offset, line in read_lines(span):
+        where = f"{span.name}@{offset}"
+        try:
+            record, repairs = parse_json_line(line)
+        except (ValueError, RecursionError):
+            yield Document(where, None, "bad_json")
+            continue
+        yield document_of(record, where, fields, repairs)
+
+
+def _read_text(span: Span) -> Iterator[Document]:
+    content = b"".join(read_chunks(span.path))
+    text = content.decode("utf-8", "replace")
+    repairs = text.count("\ufffd") - content.count("\ufffd".encode())
+    yield Document(span.name, text, None, {"invalid_utf8_replaced": repairs} if repairs else {})
+
+
+def _read_parquet(span: Span, fields: Fields) -> Iterator[Document]:
+    require_extra("pyarrow", "data")
+    parquet = require_extra("pyarrow.parquet", "data")
+    arrow_errors = require_extra("pyarrow.lib", "data").ArrowException
+    try:
+        with parquet.ParquetFile(span.path) as file:
+            known = file.schema_arrow.names
+            if missing := [name for name in fields.names() if name not in known]:
+                raise UserError(f"{span.path} has no column {missing[0]!r}; it has: {', '.join(known)}")
+            columns = [*fields.names(), *(name for name in ("id", "url") if name in known)]
+            rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                yield document_of(row, f"{span.name}@{number}", fields)
+    except arrow_errors as error:
+        raise UserError(f"{span.path}: not a whole parquet file ({str(error).splitlines()[0]})") from None
+
+
+def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
+    """The documents of a task's spans, in order."""
+    for span in spans:
+        kind = base_suffix(span.path)
+        if kind in LINE_SUFFIXES:
+            yield from read_json_lines(span, fields)
+        elif kind in TEXT_SUFFIXES:
+            yield from _read_text(span)
+        else:
+            yield from _read_parquet(span, fields)

@@ -1,0 +1,144 @@
+"""Stage 2: raw text -> clean/SOURCE/data.jsonl, filtered and without duplicates over all sources.
+
+Run as `python -m shared_data.scripts.clean`.
+"""
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from shared_data import options
+from shared_data.cleaning import CleanRules, FilterSpan, WriteClean
+from shared_data.commits import Commit, fingerprint
+from shared_data.config import PIPELINE_VERSION, Source
+from shared_data.console import run_app
+from shared_data.dedup import CompareBuckets, count_digests, duplicates_by_piece
+from shared_data.executor import Task, run_by_source, run_tasks
+from shared_data.records import Fields
+from shared_data.stage import (
+    Context,
+    finish_source,
+    part_path,
+    read_parts,
+    run_parts,
+    source_counts,
+    spans_of_parts,
+    stage_record,
+    write_report,
+)
+
+STAGE = "clean"
+DOCUMENTS_PER_COMPARISON = 2_000_000
+app = typer.Typer(add_completion=False)
+
+
+def rules_of(source: Source, context: Context) -> CleanRules:
+    """The rules for a source: the file's own over the general ones."""
+    quality = context.config.pipeline.quality
+    return CleanRules(
+        min_chars=source.min_chars or quality.min_chars,
+        max_chars=source.max_chars or quality.max_chars,
+        fields=Fields(source.text_field, source.extra_text_field, source.separator),
+        n_hash_buckets=context.config.dedup.n_hash_buckets,
+    )
+
+
+def filter_tasks(context: Context, source: Source) -> list[Task]:
+    """The tasks that filter one source."""
+    parts = read_parts(context.layout, "download", source.id)
+    spans = spans_of_parts(parts, context.task_bytes(sum(part.bytes for part in parts)))
+    rules = rules_of(source, context)
+    folder = stage_record(context.layout, STAGE, source.id).parent
+    tasks = []
+    for index, (part, span) in enumerate(spans):
+        about = {**vars(rules), "fields": vars(rules.fields)}
+        key = fingerprint(PIPELINE_VERSION, "filter", part.sha256, span.name, span.start, span.end, about)
+        work = FilterSpan(
+            span=span,
+            rules=rules,
+            filtered=folder / f"filtered-{index:05d}-{key[:12]}.jsonl",
+            digests=folder / f"digests-{index:05d}.idx",
+        )
+        tasks.append(Task(folder / f"filter-{index:05d}.json", key, span.end - span.start, work))
+    return tasks
+
+
+def compare(context: Context, tasks: list[Task], commits: list[Commit]) -> list[np.ndarray]:
+    """Find the duplicates over all sources; returns the lines to drop from each filtered piece."""
+    dedup = context.config.dedup
+    if not dedup.enabled:
+        return [np.zeros(0, np.int64) for _ in tasks]
+    paths = tuple(task.work.digests for task in tasks if isinstance(task.work, FilterSpan))
+    hashes = [commit.outputs[0].sha256 for commit in commits]
+    n_documents = sum(count_digests(path) for path in paths)
+    n_groups = min(dedup.n_hash_buckets, max(1, math.ceil(n_documents / DOCUMENTS_PER_COMPARISON)))
+    folder = context.layout.state / STAGE
+    bounds = [dedup.n_hash_buckets * group // n_groups for group in range(n_groups + 1)]
+    comparisons = []
+    for group, (first, end) in enumerate(itertools.pairwise(bounds)):
+        output = folder / f"duplicates-{group:05d}.idx"
+        work = CompareBuckets(paths, first, end, dedup.bloom_capacity_per_bucket, dedup.bloom_error_rate, output)
+        key = fingerprint(PIPELINE_VERSION, "compare", hashes, dedup.method, dedup.n_hash_buckets, first, end)
+        size = sum(path.stat().st_size for path in paths) // n_groups
+        comparisons.append(Task(folder / f"compare-{group:05d}.json", key, size, work))
+    run_tasks(comparisons, workers=context.workers, label="clean: find duplicates")
+    return duplicates_by_piece([folder / f"duplicates-{group:05d}.idx" for group in range(n_groups)], len(tasks))
+
+
+def write_tasks(context: Context, source: Source, filters: list[Task], duplicates: list[np.ndarray]) -> list[Task]:
+    """The tasks that write the clean parts of one source."""
+    folder = stage_record(context.layout, STAGE, source.id).parent
+    tasks = []
+    for index, (task, lines) in enumerate(zip(filters, duplicates, strict=True)):
+        assert isinstance(task.work, FilterSpan)
+        output = part_path(context.layout, STAGE, source.id, index, len(filters))
+        key = fingerprint(PIPELINE_VERSION, "write", task.key, lines.tolist(), output.name)
+        tasks.append(Task(folder / f"write-{index:05d}.json", key, task.n_bytes, WriteClean(task.work, lines, output)))
+    return tasks
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Filter every source, find duplicates over all, write what is left; returns the stage's report."""
+    filters = {source.id: filter_tasks(context, source) for source in context.sources}
+    filtered = run_by_source(filters, workers=context.workers, label="clean: filter")
+    duplicates = compare(
+        context,
+        [task for tasks in filters.values() for task in tasks],
+        [commit for commits in filtered.values() for commit in commits],
+    )
+    pieces = iter(duplicates)
+    writes = {
+        source.id: write_tasks(context, source, filters[source.id], [next(pieces) for _ in filters[source.id]])
+        for source in context.sources
+    }
+    counts = {}
+    for source, commits in run_parts(context, STAGE, writes).items():
+        finish_source(context.layout, STAGE, source, commits)
+        for leftover in stage_record(context.layout, STAGE, source).parent.glob("filtered-*"):
+            leftover.unlink()
+        counts[source] = source_counts([*filtered[source], *commits])
+        counts[source]["kept"] -= counts[source]["dropped.duplicate"]
+    return write_report(context, STAGE, counts)
+
+
+@app.command()
+def clean(
+    mixture: options.MixtureOption = None,
+    data_config: options.DataConfigOption = None,
+    source: options.SourceOption = None,
+    workers: options.WorkersOption = None,
+    data_root: options.DataRootOption = Path("data"),
+    as_json: options.JsonOption = False,
+) -> None:
+    """Filter raw/ and remove duplicates, into clean/SOURCE/data.jsonl."""
+    context = options.make_context(mixture, data_config, data_root, source, workers)
+    options.run_stage(run, context, as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.clean"))

@@ -1,0 +1,234 @@
+"""Stage 4: token streams -> shards/, shards/validation/ and pretrain_chinchilla/, mixed by tokens.
+
+Run as `python -m shared_data.scripts.pack_shards`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from shared_data import options
+from shared_data.commits import fingerprint
+from shared_data.config import PIPELINE_VERSION
+from shared_data.console import run_app, say
+from shared_data.executor import Task, run_tasks
+from shared_data.files import write_atomic, write_if_changed
+from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.packing import Documents, PackShard, Plan, plan_splits, read_documents
+from shared_data.publish import publish, remove_corpus, remove_strays
+from shared_data.scripts.tokenize import check_tokenizer
+from shared_data.shard_writer import shard_name, split_into_shards
+from shared_data.stage import Context, Part, read_parts, show_table
+
+STAGE = "pack"
+SPLITS = ("train", "validation")
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What is to be packed, planned."""
+
+    info: CorpusInfo
+    streams: tuple[Path, ...]
+    bounds: dict[str, list[tuple[int, int]]]
+    """Per split: the slice of the plan that each shard is."""
+    report: dict[str, Any]
+
+
+def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
+    """What holds for the whole corpus; its fingerprint covers everything that the shards depend on."""
+    config, mixture = context.config, context.mixture
+    total_weight = sum(source.weight for source in context.sources)
+    everything = [
+        PIPELINE_VERSION,
+        [[source.id, source.weight, [part.sha256 for part in parts[source.id]]] for source in context.sources],
+        [mixture.name, mixture.on_shortage, mixture.max_epochs],
+        [config.total_tokens, config.shard_size_tokens, config.validation_share, config.seed],
+        config.tokenizer.model_dump(exclude={"batch_size", "prefetch"}),
+    ]
+    only = [source.id for source in context.sources] if len(context.sources) < len(mixture.sources) else []
+    return CorpusInfo(
+        corpus=fingerprint(everything),
+        mixture=f"{mixture.name}[{','.join(only)}]" if only else mixture.name,
+        tokenizer_name=config.tokenizer.name,
+        vocab_size=config.tokenizer.vocab_size,
+        eos_token_id=config.tokenizer.eos_token_id,
+        pad_token_id=config.tokenizer.pad_token_id,
+        shard_size_tokens=config.shard_size_tokens,
+        sources=[SourceInfo(id=source.id, weight=source.weight / total_weight) for source in context.sources],
+    )
+
+
+def plan_packing(context: Context) -> Packing:
+    """Plan the corpus, or read the plan of an earlier run with the same input."""
+    parts = {source.id: read_parts(context.layout, "tokenize", source.id) for source in context.sources}
+    info = corpus_info(context, parts)
+    streams = tuple(part.path for source in context.sources for part in parts[source.id])
+    folder = context.layout.state / STAGE
+    record = folder / "plan.json"
+    try:
+        known = json.loads(record.read_bytes())
+        if known["corpus"] == info.corpus and all(
+            (folder / f"plan-{split}.idx").is_file() for split in known["bounds"]
+        ):
+            return Packing(info, streams, known["bounds"], known["report"])
+    except (OSError, ValueError, KeyError):
+        pass
+    record.unlink(missing_ok=True)
+    documents = [read_documents(own, [part.path for part in parts[own.id]]) for own in context.sources]
+    plans = plan_splits(documents, context.mixture, context.config, context.config.total_tokens)
+    bounds = {}
+    for split, plan in plans.items():
+        plan.write(folder / f"plan-{split}.idx")
+        slices = split_into_shards(plan.n_tokens, info.shard_size_tokens)
+        bounds[split] = [(part.start, part.stop) for part in slices]
+    report = describe_plan(info, documents, plans, bounds["train"])
+    write_atomic(record, json.dumps({"corpus": info.corpus, "bounds": bounds, "report": report}))
+    return Packing(info, streams, bounds, report)
+
+
+def describe_plan(
+    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """What the plan takes from each source, and how far the mixture is from its target at the shards' ends."""
+    train = plans["train"]
+    total = int(train.n_tokens.sum())
+    ends = np.array([end for _, end in bounds]) - 1
+    at_ends = np.cumsum(train.n_tokens)[ends]
+    sources, worst = {}, 0.0
+    for index, (own, about) in enumerate(zip(documents, info.sources, strict=True)):
+        tokens = np.where(train.source_index == index, train.n_tokens, 0)
+        worst = max(worst, float(np.abs(np.cumsum(tokens)[ends] - about.weight * at_ends).max()))
+        used = {split: int((plan.source_index == index).sum()) for split, plan in plans.items()}
+        held_out = used.get("validation", 0)
+        distinct = min(used["train"], len(own.n_tokens) - held_out)
+        sources[about.id] = {
+            "read": len(own.n_tokens),
+            "kept": distinct + held_out,
+            "dropped": {"not_needed": len(own.n_tokens) - distinct - held_out},
+            "train_documents": used["train"],
+            "repeated_documents": used["train"] - distinct,
+            "validation_documents": held_out,
+            "train_tokens": int(tokens.sum()),
+            "share": int(tokens.sum()) / total,
+            "target_share": about.weight,
+        }
+    longest = max(int(own.n_tokens.max()) for own in documents)
+    return {"stage": STAGE, "train_tokens": total, "sources": sources, "longest_document_tokens": longest,
+            "largest_deviation_tokens": worst}  # fmt: skip
+
+
+def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
+    """One task per shard, by split."""
+    tasks: dict[str, list[Task]] = {}
+    for split, bounds in packing.bounds.items():
+        plan = context.layout.state / STAGE / f"plan-{split}.idx"
+        folder = split_folder(context, split)
+        tasks[split] = []
+        for index, (begin, end) in enumerate(bounds):
+            key = fingerprint(packing.info.corpus, split, index, begin, end)
+            position = Position.model_validate({"split": split, "index": index, "count": len(bounds)})
+            output = folder / shard_name(index)
+            work = PackShard(plan, begin, end, packing.streams, packing.info, position, key, output)
+            record = context.layout.state / STAGE / f"{split}-{index:05d}.json"
+            tasks[split].append(Task(record, key, work.n_bytes, work))
+    return tasks
+
+
+def split_folder(context: Context, split: str) -> Path:
+    """Where the shards of a split go."""
+    return context.layout.shards if split == "train" else context.layout.shards / split
+
+
+def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> Manifest:
+    """Write a split's shards, then its manifest."""
+    folder = split_folder(context, split)
+    if not _is_of(folder, packing.info):
+        # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    run_tasks(tasks, workers=context.workers, label=f"pack {split}")
+    remove_strays(folder, [shard_name(index) for index in range(len(tasks))])
+    manifest = build_manifest(folder)
+    write_if_changed(folder / MANIFEST_NAME, manifest.to_json())
+    return manifest
+
+
+def _is_of(folder: Path, info: CorpusInfo) -> bool:
+    try:
+        return bool(json.loads((folder / MANIFEST_NAME).read_bytes())["corpus"] == info.corpus)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Plan, pack and publish; returns the stage's report."""
+    check_tokenizer(context.config, context.config_name)
+    packing = plan_packing(context)
+    layout = context.layout
+    manifests = {}
+    for split, tasks in pack_tasks(context, packing).items():
+        manifests[split] = finish_split(context, packing, split, tasks)
+    if "validation" not in manifests:
+        remove_corpus(layout.shards / "validation")
+        remove_corpus(layout.corpus / "validation")
+        say("no document was held out for validation: the corpus is small, or validation_share is 0")
+    else:
+        publish([layout.shards / "validation"], layout.corpus / "validation")
+    publish([layout.shards], layout.corpus)
+    report = {
+        **packing.report,
+        "corpus": str(layout.corpus),
+        "shards": manifests["train"].shard_count,
+        "oversized_documents": manifests["train"].oversized_documents,
+        "validation_tokens": manifests["validation"].total_tokens if "validation" in manifests else 0,
+    }
+    write_if_changed(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")
+    show(report)
+    return report
+
+
+def show(report: dict[str, Any]) -> None:
+    """The mixture as packed, as a table on standard error."""
+    table = Table(title="pack: training tokens", box=None, title_justify="left")
+    for name in ("source", "tokens", "share", "target", "documents", "repeated", "validation", "not needed"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for source, own in report["sources"].items():
+        numbers = ("train_documents", "repeated_documents", "validation_documents")
+        shares = (f"{own['share']:.2%}", f"{own['target_share']:.2%}")
+        counts = (f"{own[name]:,}" for name in numbers)
+        table.add_row(source, f"{own['train_tokens']:,}", *shares, *counts, f"{own['dropped']['not_needed']:,}")
+    show_table(table)
+    say(
+        f"{report['corpus']}: {report['train_tokens']:,} training tokens in {report['shards']} shards, "
+        f"{report['validation_tokens']:,} for validation; the mixture is within "
+        f"{report['largest_deviation_tokens']:,.0f} tokens of its target at every shard (longest document "
+        f"{report['longest_document_tokens']:,})"
+    )
+
+
+@app.command()
+def pack_shards(
+    mixture: options.MixtureOption = None,
+    data_config: options.DataConfigOption = None,
+    source: options.SourceOption = None,
+    total_tokens: options.TotalTokensOption = None,
+    shard_size_tokens: options.ShardSizeOption = None,
+    workers: options.WorkersOption = None,
+    data_root: options.DataRootOption = Path("data"),
+    as_json: options.JsonOption = False,
+) -> None:
+    """Mix tokens/ into shards and make pretrain_chinchilla/ of them."""
+    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
+    options.run_stage(run, context, as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.pack_shards"))

@@ -1,0 +1,95 @@
+"""Stage 3: clean text -> tokens/SOURCE/tokens.bin. Run as `python -m shared_data.scripts.tokenize`.
+
+Run as a script by its path it would hide the standard library's `tokenize` from everything that it imports.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shared_data import options
+from shared_data.commits import fingerprint
+from shared_data.config import PIPELINE_VERSION, PipelineConfig, Source
+from shared_data.console import run_app
+from shared_data.errors import UserError
+from shared_data.executor import Task
+from shared_data.stage import (
+    Context,
+    finish_source,
+    part_path,
+    read_parts,
+    run_parts,
+    source_counts,
+    spans_of_parts,
+    stage_record,
+    write_report,
+)
+from shared_data.tokenizer import load_tokenizer
+from shared_data.tokenizing import STREAM_VERSION, TokenizeSpan
+
+STAGE = "tokenize"
+app = typer.Typer(add_completion=False)
+
+
+def check_tokenizer(config: PipelineConfig, config_name: str) -> None:
+    """Refuse settings that are not the tokenizer's.
+
+    Raises:
+        UserError: names the key and both values.
+    """
+    try:
+        tokenizer = load_tokenizer(config.tokenizer.name)
+    except UserError as error:
+        raise UserError(f"{config_name}: {error}") from None
+    for key in ("vocab_size", "eos_token_id", "pad_token_id"):
+        given, actual = getattr(config.tokenizer, key), getattr(tokenizer, key)
+        if given != actual:
+            raise UserError(
+                f"{config_name}: tokenizer.{key} is {given}, but the tokenizer {tokenizer.name} has {actual}"
+            )
+
+
+def plan_tasks(context: Context, source: Source) -> list[Task]:
+    """The tasks that encode one source."""
+    parts = read_parts(context.layout, "clean", source.id)
+    spans = spans_of_parts(parts, context.task_bytes(sum(part.bytes for part in parts)))
+    settings = context.config.tokenizer
+    folder = stage_record(context.layout, STAGE, source.id).parent
+    tasks = []
+    for index, (part, span) in enumerate(spans):
+        output = part_path(context.layout, STAGE, source.id, index, len(spans))
+        key = fingerprint(
+            PIPELINE_VERSION, STAGE, STREAM_VERSION, settings.name, part.sha256, span.start, span.end, output.name
+        )
+        work = TokenizeSpan(span, settings.name, settings.batch_size, settings.prefetch, output)
+        tasks.append(Task(folder / f"task-{index:05d}.json", key, span.end - span.start, work))
+    return tasks
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Encode every source; returns the stage's report."""
+    check_tokenizer(context.config, context.config_name)
+    commits = run_parts(context, STAGE, {source.id: plan_tasks(context, source) for source in context.sources})
+    for source, own in commits.items():
+        finish_source(context.layout, STAGE, source, own)
+    return write_report(context, STAGE, {source: source_counts(own) for source, own in commits.items()})
+
+
+@app.command()
+def tokenize(
+    mixture: options.MixtureOption = None,
+    data_config: options.DataConfigOption = None,
+    source: options.SourceOption = None,
+    workers: options.WorkersOption = None,
+    data_root: options.DataRootOption = Path("data"),
+    as_json: options.JsonOption = False,
+) -> None:
+    """Encode clean/ into tokens/SOURCE/tokens.bin."""
+    context = options.make_context(mixture, data_config, data_root, source, workers)
+    options.run_stage(run, context, as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.tokenize"))

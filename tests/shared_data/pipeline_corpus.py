@@ -1,0 +1,77 @@
+"""Small corpora for the pipeline's tests, and the stages run on them in this process."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared_data.options import make_context
+from shared_data.scripts import clean, download_raw, pack_shards, tokenize
+from shared_data.stage import Context
+
+WEIGHTS = {"web": 0.6, "code": 0.25, "math": 0.15}
+SIZES = {"web": 240, "code": 110, "math": 70}
+STAGES = (download_raw, clean, tokenize, pack_shards)
+
+
+def sentence(rng: random.Random, n_words: int) -> str:
+    """Text that no two calls make alike."""
+    return " ".join("".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(n_words))
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    """JSON lines with a text each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def make_corpus(folder: Path, **data_config: Any) -> dict[str, Path]:
+    """Three sources with duplicates within and across them, a mixture file and a data config; returns the two files."""
+    rng = random.Random(7)
+    shared = [sentence(rng, 40) for _ in range(12)]
+    for source, size in SIZES.items():
+        texts = [sentence(rng, rng.randint(5, 160)) for _ in range(size)]
+        texts[3:3] = shared
+        texts[50:50] = [text.replace(" ", "  \n") for text in shared[:4]]
+        write_lines(folder / "sources" / f"{source}.jsonl", texts)
+    sources = [
+        {"id": source, "weight": weight, "files": [str(folder / "sources" / f"{source}.jsonl")]}
+        for source, weight in WEIGHTS.items()
+    ]
+    (folder / "mixture.yaml").write_text(yaml.safe_dump({"name": "tiny", "sources": sources}))
+    settings = {
+        "total_tokens": 20000,
+        "shard_size_tokens": 4000,
+        "validation_share": 0.05,
+        "pipeline": {"task_bytes": 40000, "quality": {"min_chars": 60}},
+        **data_config,
+    }
+    (folder / "data_config.yaml").write_text(yaml.safe_dump(settings))
+    return {"mixture": folder / "mixture.yaml", "data_config": folder / "data_config.yaml"}
+
+
+def context_of(folder: Path, root: str = "data", workers: int = 1, **options: Any) -> Context:
+    """The context of a corpus made by `make_corpus`."""
+    files = {"mixture": folder / "mixture.yaml", "data_config": folder / "data_config.yaml"}
+    return make_context(
+        **files, data_root=folder / root, source=options.pop("source", None), workers=workers, **options
+    )
+
+
+def run_all(context: Context) -> dict[str, dict[str, Any]]:
+    """Run the four stages; returns their reports by stage."""
+    return {stage.STAGE: stage.run(context) for stage in STAGES}
+
+
+def edit_yaml(path: Path, **changes: Any) -> None:
+    """Change keys at the top of a YAML file."""
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
+
+
+def hashes(root: Path) -> dict[str, str]:
+    """SHA-256 of everything that the pipeline publishes: all but state/."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and "state" not in path.relative_to(root).parts]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

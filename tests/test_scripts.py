@@ -1,0 +1,108 @@
+"""The commands that a reader of the description types from the repository's root, each in a process of its own.
+
+What would take hours here runs with `--set` or `--total-tokens` sizes that keep the structure; the rest is as typed.
+"""
+
+import json
+from pathlib import Path
+
+import command_line
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FULL, SMOKE = "configs/pretrain_a100_502m.yaml", "configs/pretrain_gpu_smoke.yaml"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return command_line.write_text_corpus(tmp_path_factory.mktemp("data") / "pretrain_chinchilla")
+
+
+def succeed(*words, **options):
+    result = command_line.run(*words, **options)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def test_pretrain_and_resume_the_full_recipe(corpus, tmp_path):
+    small = command_line.settings(train_data_path=str(corpus), data_mix="null")
+    command = ["python", "training/pretrain.py", "--config", FULL, "--seed", "42", *small, "--out", tmp_path / "run"]
+    stopped = succeed(*command, "--max-steps", "2")
+    assert "[model] total params:" in stopped.stderr
+    assert "done: 2 steps" in stopped.stderr
+    resumed = succeed(*command, "--resume-from", "2")
+    assert "from step 2" in resumed.stderr
+    assert "done: 4 steps" in resumed.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_the_smoke_recipe_as_it_is(corpus, tmp_path):
+    """More steps than its schedule has: --max-steps is the stopping step, and the floor is held."""
+    result = succeed("python", "training/pretrain.py", "--config", SMOKE, "--max-steps", "10", "--seed", "0",
+                     "--set", f"data.train_data_path={corpus}", "--out", tmp_path / "run")  # fmt: skip
+    assert "done: 10 steps" in result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["tokens"] == 10 * 128
+    assert rows[-1]["lr"] == pytest.approx(0.05 * 4e-4)
+
+
+def test_the_dataset_line(tmp_path):
+    data = command_line.write_text_corpus(tmp_path / "pretrain_chinchilla", n_texts=800)
+    line = "from training.pretrain import PretrainDataset; d=PretrainDataset('data/pretrain_chinchilla', 4096); "
+    result = succeed("python", "-c", line + "print(len(d), d[0][0].shape)", LLM_DATA_ROOT=str(data.parent))
+    manifest = json.loads((data / "manifest.json").read_text())
+    assert result.stdout == f"{(manifest['total_tokens'] - 1) // 4096} torch.Size([4096])\n"
+
+
+def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch):
+    command = ["python", "scripts/microbench_a100.py", "--config", FULL, "--batch-size", "8", "--seq-len", "4096"]
+    result = succeed(*command, CUDA_VISIBLE_DEVICES="")
+    assert result.stderr.splitlines()[0].startswith("no CUDA device: ")
+    assert "502,033,248 parameters" in result.stdout
+    as_json = json.loads(succeed(*command, "--threshold-gb", "25.0", "--json", CUDA_VISIBLE_DEVICES="").stdout)
+    assert as_json["logits_chunk_bytes"] == 8192 * 128256 * 4
+    assert as_json["whole_logits_bytes"] == 32768 * 128256 * 4
+    assert as_json["estimate_gb"] == pytest.approx(sum(as_json["estimate_bytes"].values()) / 1e9)
+    assert as_json["within_threshold"] == (as_json["estimate_gb"] <= 25.0)
+    assert "peak_gb" not in as_json
+
+
+def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
+    result = succeed("python", "scripts/e2e_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
+    assert result.stderr.splitlines()[0].startswith("no CUDA device: ")
+    assert "dispatch=reference  passed=True" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(", 0 failed")
+
+
+def test_e2e_smoke_fails_when_a_check_does():
+    """A rate at which nothing moves: the loss does not fall, and the exit code says so."""
+    result = command_line.run("python", "scripts/e2e_gpu_smoke.py", "--json", "--set", "training.lr=1e-30",
+                              CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    assert result.returncode == 1
+    assert not any(check["passed"] for check in json.loads(result.stdout)["results"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tests/test_training.py", "tests/test_validation.py", "-v"],
+        ["tests/test_training.py", "-v", "-k", "PretrainDataset"],
+        ["tests/test_data_pipeline.py", "-v"],
+    ],
+)
+def test_the_test_files_that_the_description_names_hold_tests(words):
+    """They run as a part of this suite; here it counts that the command finds some."""
+    result = succeed("python", "-m", "pytest", *words, "--collect-only")
+    assert "tests collected" in result.stdout
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
+def test_a_wrong_option_of_a_script_is_one_line(script):
+    if "run_app" not in (ROOT / "scripts" / script).read_text():
+        return  # a helper module, not a command
+    result = command_line.run("python", f"scripts/{script}", "--no-such-option")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,122 @@
+"""A corpus and a recipe so small that a run takes a second, and helpers that run it in its own process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from shared_data.manifest import CorpusInfo, SourceInfo
+from shared_data.shard_writer import write_corpus
+
+ROOT = Path(__file__).parents[1]
+VOCAB, EOS, PAD, ROWS = 61, 62, 63, 64
+WINDOW = 16
+
+MODEL: dict[str, Any] = {
+    "vocab_size": VOCAB, "padded_vocab_size": ROWS, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1,
+    "head_dim": 8, "max_seq_len": WINDOW, "window_size": 4, "yarn_scale_factor": 2.0, "yarn_original_max_seq_len":
+    WINDOW, "yarn_target_seq_len": 2 * WINDOW, "eval_max_seq_len": 2 * WINDOW, "n_experts": 4, "expert_hidden_size": 16,
+    "moe_dispatch": "reference",
+}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "lr": 1e-2, "warmup_steps": 3, "total_steps": 20, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
+    "loss_chunk_size": 8, "num_workers": 0, "pin_memory": False, "log_interval": 1, "save_interval": 5, "keep_last_n":
+    10,
+}  # fmt: skip
+
+
+def corpus_info(**changes: Any) -> CorpusInfo:
+    """What holds for the tiny corpus: two sources, shards of 100 tokens."""
+    fields: dict[str, Any] = {
+        "corpus": "tiny", "mixture": "tiny", "tokenizer_name": "tiny", "vocab_size": VOCAB, "eos_token_id": EOS,
+        "pad_token_id": PAD, "shard_size_tokens": 100,
+        "sources": [SourceInfo(id="prose", weight=0.5), SourceInfo(id="code", weight=0.5)],
+    }  # fmt: skip
+    return CorpusInfo(**{**fields, **changes})
+
+
+def make_corpus(folder: Path, n_documents: int = 60, seed: int = 0, **changes: Any) -> Path:
+    """Write a corpus of short documents that can be learned (counting up), with validation/ beside it."""
+    rng = np.random.default_rng(seed)
+
+    def documents(count: int) -> list[tuple[np.ndarray, int, int]]:
+        starts, lengths = rng.integers(0, VOCAB, count), rng.integers(5, 30, count)
+        return [
+            ((start + np.arange(length)) % VOCAB, index % 2, int(3 * length))
+            for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        ]
+
+    info = corpus_info(**changes)
+    write_corpus(folder, info, documents(n_documents))
+    write_corpus(folder / "validation", info, documents(12), split="validation")
+    return folder
+
+
+def write_recipe(path: Path, corpus: Path, **training: Any) -> Path:
+    """Write the tiny recipe; keyword arguments replace training keys, `model` and `data` add to those blocks."""
+    model, data = training.pop("model", {}), training.pop("data", {})
+    recipe = {
+        "model": {**MODEL, **model},
+        "training": {**TRAINING, **training},
+        "data": {"train_data_path": str(corpus), **data},
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+CLOCK_FIELDS = {"tokens_per_s", "mfu", "memory_gib", "data_wait_s", "time"}
+
+
+def rows(run: Path) -> list[Any]:
+    """The rows of metrics.jsonl, without the fields that depend on the clock and the machine."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK_FIELDS} for line in lines]
+
+
+def events(run: Path, kind: str) -> list[Any]:
+    """The events of one kind."""
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == kind]
+
+
+def digests(run: Path, step: int) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint, from its meta."""
+    meta = json.loads((run / "checkpoints" / f"meta_step_{step}.json").read_text())
+    return {name: about["sha256"] for name, about in meta["files"].items()}
+
+
+def start_run(**options: Any) -> subprocess.Popen[str]:
+    """Start `pretrain(PretrainOptions(**options))` in its own process, which exits with the code that it returns."""
+    call = ", ".join(f"{key}={value!r}" for key, value in options.items()).replace("PosixPath", "Path")
+    code = (
+        "import sys\nfrom pathlib import Path\nimport typer\nfrom gpt_oss_lite.training.pretrain import *\n"
+        "from shared_data.console import run_app\napp = typer.Typer()\n"
+        f"@app.command()\ndef go() -> None:\n    raise typer.Exit(pretrain(PretrainOptions({call})))\n"
+        "sys.exit(run_app(app, []))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for a process of `start_run`: exit code and standard error."""
+    _, stderr = process.communicate(timeout=120)
+    return process.returncode, stderr
+
+
+def kill_after_step(process: subprocess.Popen[str], run: Path, step: int, how: int = signal.SIGKILL) -> None:
+    """Send a signal as soon as the log has the row of a step."""
+    deadline = time.monotonic() + 60
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= step):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(how)
