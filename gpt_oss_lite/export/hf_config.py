@@ -124,38 +124,37 @@ def config_from_stock(content: dict[str, Any], path: str, vocab_size: int | None
     scale = float(rope.get("factor", 1.0)) if rope["rope_type"] == "yarn" else 1.0
     context = int(content.get("max_position_embeddings", 131072))
     original = int(rope.get("original_max_position_embeddings", context / scale)) if scale > 1 else context
-    rows = int(content["vocab_size"])
-    window = content.get("sliding_window")
-    if "sliding_attention" not in content.get("layer_types", ["sliding_attention"]):
-        window = None
+    windowed = "sliding_attention" in content.get("layer_types", ["sliding_attention"])
     try:
-        config = ModelConfig(
-            vocab_size=vocab_size or rows,
-            padded_vocab_size=rows if vocab_size and vocab_size < rows else None,
-            d_model=content["hidden_size"],
-            n_layers=content["num_hidden_layers"],
-            n_heads=content["num_attention_heads"],
-            n_kv_heads=content["num_key_value_heads"],
-            head_dim=content["head_dim"],
-            norm_eps=content.get("rms_norm_eps", 1e-5),
-            init_std=content.get("initializer_range", 0.02),
-            tie_embeddings=content.get("tie_word_embeddings", False),
-            max_seq_len=original,
-            window_size=window,
-            attention_bias=content.get("attention_bias", True),
-            rope_theta=float(rope.get("rope_theta", 150000.0)),
-            rope_scale=scale,
-            yarn_scale_factor=scale if scale > 1 else 32.0,
-            yarn_beta_fast=float(rope.get("beta_fast") or 32.0),
-            yarn_beta_slow=float(rope.get("beta_slow") or 1.0),
-            n_experts=content["num_local_experts"],
-            experts_per_token=content["num_experts_per_tok"],
-            n_shared_experts=0,
-            expert_hidden_size=content["intermediate_size"],
-            expert_activation="clamped_swiglu",
-            router_bias=True,
-            expert_bias=True,
-        )
+        rows = content["vocab_size"]
+        keys = {
+            "vocab_size": vocab_size or rows,
+            "padded_vocab_size": rows if vocab_size and vocab_size < rows else None,
+            "d_model": content["hidden_size"],
+            "n_layers": content["num_hidden_layers"],
+            "n_heads": content["num_attention_heads"],
+            "n_kv_heads": content["num_key_value_heads"],
+            "head_dim": content["head_dim"],
+            "norm_eps": content.get("rms_norm_eps", 1e-5),
+            "init_std": content.get("initializer_range", 0.02),
+            "tie_embeddings": content.get("tie_word_embeddings", False),
+            "max_seq_len": original,
+            "window_size": content["sliding_window"] if windowed else None,
+            "attention_bias": content.get("attention_bias", True),
+            "rope_theta": float(rope.get("rope_theta", 150000.0)),
+            "rope_scale": scale,
+            "yarn_scale_factor": scale if scale > 1 else 32.0,
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+            "n_experts": content["num_local_experts"],
+            "experts_per_token": content["num_experts_per_tok"],
+            "n_shared_experts": 0,
+            "expert_hidden_size": content["intermediate_size"],
+            "expert_activation": "clamped_swiglu",
+            "router_bias": True,
+            "expert_bias": True,
+        }
+        config = ModelConfig.model_validate(keys)
     except KeyError as missing:
         raise UserError(f"{path}: the key {missing} is missing") from None
     except ValidationError as error:

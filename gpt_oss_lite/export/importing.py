@@ -18,6 +18,7 @@ from gpt_oss_lite.training.run_folder import CONFIG_NAME, versions
 from shared_data.errors import UserError
 from shared_data.files import write_atomic
 
+CORPUS = "data/pretrain_chinchilla"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -45,8 +46,8 @@ def import_checkpoint(folder: Path, out: Path, *, vocab_size: int | None = None)
         "versions": versions(),
     }
     CheckpointManager(out / CHECKPOINTS).save(model, optimizer, 0, extra_meta=meta)
-    data = DataConfig(train_data_path="data/pretrain_chinchilla")
-    write_atomic(out / CONFIG_NAME, dump_recipe(Recipe(model=config, training=TrainingConfig(), data=data)))
+    training, data = TrainingConfig.model_validate({}), DataConfig.model_validate({"train_data_path": CORPUS})
+    write_atomic(out / CONFIG_NAME, dump_recipe(Recipe(model=config, training=training, data=data)))
     return model
 
 

@@ -11,6 +11,7 @@ token, R = B * T * K rows.
 
 import math
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class GPTOSSLiteConfig(PreTrainedConfig):
         router_aux_loss_coef: float = 0.01,
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -90,7 +91,7 @@ class GPTOSSLiteConfig(PreTrainedConfig):
         self.output_router_logits = output_router_logits
         self.router_aux_loss_coef = router_aux_loss_coef
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**kwargs)
         self.tie_word_embeddings = tie_word_embeddings
 
 
@@ -159,7 +160,7 @@ class GPTOSSLiteAttention(nn.Module):
         else:
             self.register_parameter("sinks", None)
 
-    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
+    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
         batch, n_tokens, _ = x_BTD.shape
         q_BHTC = self.q_proj(x_BTD).view(batch, n_tokens, self.n_heads, self.head_dim).transpose(1, 2)
         k_BGSC = self.k_proj(x_BTD).view(batch, n_tokens, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -244,7 +245,9 @@ class GPTOSSLiteDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = GPTOSSLiteRMSNorm(config)
         self.mlp = GPTOSSLiteMoE(config)
 
-    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache=None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache: Any = None
+    ) -> tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables, mask, cache)
         fed_forward, router_logits = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + fed_forward, router_logits
@@ -253,6 +256,7 @@ class GPTOSSLiteDecoderLayer(GradientCheckpointingLayer):
 class GPTOSSLitePreTrainedModel(PreTrainedModel):
     """What transformers needs to know of both models."""
 
+    config: GPTOSSLiteConfig
     config_class = GPTOSSLiteConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -285,12 +289,12 @@ class GPTOSSLiteModel(GPTOSSLitePreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        cache=None,
-        past_key_values=None,
+        cache: Any = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """Activations after the final norm, and the router's logits of each layer.
 
@@ -329,7 +333,7 @@ class GPTOSSLiteModel(GPTOSSLitePreTrainedModel):
             **{CACHE_NAME: cache if use_cache else None},
         )
 
-    def _masks(self, x_BTD: Tensor, attention_mask, cache, position_ids: Tensor) -> dict[str, Tensor]:
+    def _masks(self, x_BTD: Tensor, attention_mask: Any, cache: Any, position_ids: Tensor) -> dict[str, Tensor]:
         """What is added to the logits of each type of layer, (B, 1, T, S): 0 where a query sees a key."""
         if isinstance(attention_mask, dict):  # `generate` prepares them for caches of fixed size
             return attention_mask
@@ -356,8 +360,8 @@ class GPTOSSLiteForCausalLM(GPTOSSLitePreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        cache=None,
-        past_key_values=None,
+        cache: Any = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -365,7 +369,7 @@ class GPTOSSLiteForCausalLM(GPTOSSLitePreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast | tuple:
         """Logits (B, T, V), and with labels (B, T; shifted here, -100 ignored) the loss.
 
@@ -400,7 +404,7 @@ class GPTOSSLiteForCausalLM(GPTOSSLitePreTrainedModel, GenerationMixin):
         )
         return result.to_tuple() if return_dict is False else result
 
-    def _load_balancing_loss(self, router_logits: tuple[Tensor, ...], attention_mask) -> Tensor:
+    def _load_balancing_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Any) -> Tensor:
         """E * sum of (share of the token-slots) * (mean probability), mean over the layers; 1 when balanced. Padding
         does not count."""
         losses = []

@@ -158,7 +158,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
 def test_drawn_tokens_follow_the_probabilities() -> None:
     probs = torch.tensor([0.1, 0.2, 0.7])
     model = GPTOSS(CONFIG.replace(vocab_size=3, padded_vocab_size=None))
-    decoder = generate_module._Decoder(model, Sampler(), [torch.Generator().manual_seed(0) for _ in range(1)], [])
+    decoder = generate_module._Decoder(model, Sampler(), {0: torch.Generator().manual_seed(0)}, [])
     drawn = torch.cat([decoder._draw(probs.log()[None]) for _ in range(4000)])
     assert torch.allclose(drawn.bincount(minlength=3) / 4000, probs, atol=0.03)
 
