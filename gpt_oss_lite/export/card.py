@@ -17,9 +17,9 @@ tags: [gpt-oss-lite, moe]
 
 # A GPT-OSS-Lite model
 
-A sparse mixture-of-experts language model of {total:.2f}M parameters, {active:.2f}M of them per token, {layers} layers,
-pre-trained from scratch. It continues text; it has not been tuned to follow instructions, and nothing has been done
-against false or harmful output.
+A sparse mixture-of-experts language model of {total:.2f}M parameters, {active:.2f}M of them per token, in {layers}
+layers, {origin}. It continues text; nothing here tuned it to follow instructions or keeps it from false or harmful
+output.
 
 Weights are bf16, read by {kind}; context {context:,} tokens (RoPE scale {scale:g}).
 
@@ -58,6 +58,7 @@ def model_card(
         total=total / 1e6,
         active=active / 1e6,
         layers=config.n_layers,
+        origin="read from a gpt-oss checkpoint" if "imported_from" in meta else "pre-trained from scratch",
         kind="transformers' own `gpt_oss` classes" if stock else "the modelling file in this folder",
         context=exported_context(config),
         scale=config.rope_scale,

@@ -82,11 +82,11 @@ def export_checkpoint(
     layout, tokenizer = layout_of(config), has_llama3_vocabulary(config)
     counts = model.num_parameters(), model.num_active_parameters()
     with _whole_folder(out) as folder:
-        weights = bf16_weights(model, layout)
-        del model
-        n_bytes = write_weights(folder, weights, max_shard_bytes)
         _write_json(folder / "config.json", model_json(config, layout, special_ids(config)))
         _write_json(folder / "generation_config.json", generation_json(config, special_ids(config)))
+        n_bytes = write_weights(folder, bf16_weights(model, layout), max_shard_bytes)
+        for path in folder.glob("*.safetensors"):  # the library lets only their owner read them
+            shutil.copymode(folder / "config.json", path)
         if layout == "gpt_oss_lite":
             shutil.copyfile(Path(__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         if tokenizer:

@@ -229,8 +229,8 @@ def _check(config: ModelConfig, lengths: Sequence[int], depths: Sequence[float],
 
 
 def default_lengths(config: ModelConfig) -> list[int]:
-    """A quarter of the trained context, and its doubles up to the longest that the model may be evaluated at."""
-    lengths = [max(1, config.max_seq_len // 4)]
+    """A quarter of the trained context (at least 64), and its doubles up to the longest allowed one."""
+    lengths = [min(max(64, config.max_seq_len // 4), config.eval_context)]
     while lengths[-1] * 2 <= config.eval_context:
         lengths.append(lengths[-1] * 2)
     return lengths
@@ -253,7 +253,7 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     accuracy = np.full((len(depths), len(lengths)), np.nan)
     for cell in cells:
         accuracy[depths.index(cell.depth), lengths.index(cell.length)] = cell.accuracy
-    size = (2.5 + 0.8 * len(lengths), 2.0 + 0.5 * len(depths))
+    size = (max(5.0, 2.5 + 0.8 * len(lengths)), 2.0 + 0.5 * len(depths))
     figure = figure_module.Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(accuracy, vmin=0, vmax=1, cmap="viridis", aspect="auto")

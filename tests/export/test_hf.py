@@ -243,6 +243,11 @@ def test_a_folder_is_whole_or_not_there(lite, tmp_path, monkeypatch):
     assert not (tmp_path / "out/hf/junk").exists()
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(lite):
+    modes = {path.name: path.stat().st_mode for path in lite[1].iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_nothing_in_the_folder_is_pickled(lite):
     names = {path.name for path in lite[1].iterdir()}
     assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors",
