@@ -243,12 +243,22 @@ def export(
         float | None, typer.Option(help="YaRN scale of the exported model. Default: the checkpoint's.")
     ] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Largest file of weights, in 1e9 bytes.")] = 5.0,
+    plain_tokenizer: Annotated[
+        bool, typer.Option("--plain-tokenizer", help="The tokenizer puts no end-of-document id before a text.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     from gpt_oss_lite.export.hf import export_checkpoint
 
-    done = export_checkpoint(checkpoint, out, step=step, rope_scale=rope_scale, max_shard_bytes=int(max_shard_gb * 1e9))
+    done = export_checkpoint(
+        checkpoint,
+        out,
+        step=step,
+        rope_scale=rope_scale,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        document_start=not plain_tokenizer,
+    )
     if as_json:
         print_json({**vars(done), "folder": str(done.folder)})
         return

@@ -34,8 +34,8 @@ _TOKENIZER = """\
 ## Tokenizer
 
 `tokenizer.json` is made from the LLaMA-3 rank file, which comes under the Llama 3 Community Licence: its terms apply to
-whoever hands this folder on. `AutoTokenizer` puts the end-of-document id before a text, as training did
-(`add_special_tokens=False` leaves it out), and encodes text that spells a control token as text.
+whoever hands this folder on. In training every document followed the end-of-document id, which is why it also begins
+texts here (`bos_token`). Text that spells a control token is encoded as text.
 """
 
 

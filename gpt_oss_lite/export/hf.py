@@ -54,6 +54,7 @@ def export_checkpoint(
     step: int | None = None,
     rope_scale: float | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    document_start: bool = True,
 ) -> Exported:
     """Write a checkpoint as a Hugging Face folder.
 
@@ -64,6 +65,7 @@ def export_checkpoint(
         rope_scale: YaRN scale that the exported model turns at; None: that of the checkpoint. Other programs do not
             choose it by the length of the context, as `generate` does.
         max_shard_bytes: largest file of weights; one tensor that is larger gets its own.
+        document_start: whether the tokenizer puts the end-of-document id before a text, as `generate` does.
 
     Raises:
         UserError: no such checkpoint, out is there already, a scale out of range, or a missing package.
@@ -90,7 +92,7 @@ def export_checkpoint(
         if layout == "gpt_oss_lite":
             shutil.copyfile(Path(__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         if tokenizer:
-            write_tokenizer(folder, exported_context(config))
+            write_tokenizer(folder, exported_context(config), document_start=document_start)
         write_atomic(folder / "README.md", model_card(config, layout, meta, run, counts, tokenizer))
         files = sorted(path.name for path in folder.iterdir())
     return Exported(out, layout, n_bytes, files, tokenizer)

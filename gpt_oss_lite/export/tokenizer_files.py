@@ -32,12 +32,13 @@ def special_ids(config: ModelConfig) -> dict[str, int]:
     return {"bos_token_id": LLAMA3_EOS_ID, "eos_token_id": LLAMA3_EOS_ID, "pad_token_id": LLAMA3_PAD_ID}
 
 
-def write_tokenizer(folder: Path, model_max_length: int) -> None:
+def write_tokenizer(folder: Path, model_max_length: int, *, document_start: bool = True) -> None:
     """Write the tokenizer's files.
 
     Args:
         folder: where to.
         model_max_length: tokens of the longest context; longer texts make transformers warn.
+        document_start: put the end-of-document id before a text.
 
     Raises:
         UserError: transformers or llama-models is not installed.
@@ -49,9 +50,10 @@ def write_tokenizer(folder: Path, model_max_length: int) -> None:
     converter = convert.TikTokenConverter(vocab_file=str(llama3_rank_file()), extra_special_tokens=names)
     converted = converter.converted()
     begin, pad = tokenizer.decode([LLAMA3_EOS_ID]), tokenizer.decode([LLAMA3_PAD_ID])
-    converted.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, LLAMA3_EOS_ID)]
-    )
+    if document_start:
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, LLAMA3_EOS_ID)]
+        )
     write_atomic(folder / "tokenizer.json", converted.to_str())
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -45,7 +45,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(exported):
-    return AutoTokenizer.from_pretrained(exported[1])
+    return AutoTokenizer.from_pretrained(exported[1], trust_remote_code=True)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -82,3 +82,11 @@ def test_a_batch_is_padded_and_continued_as_our_command_does(theirs, exported):
     for sample, row in zip(generate(model, ids, 6, temperature=0, stop_ids=[128009]), generated, strict=True):
         assert sample.ids == row[: len(sample.ids)].tolist()
         assert sample.stopped == (128009 in row)
+
+
+def test_a_plain_tokenizer_adds_nothing(exported, tmp_path):
+    model, _ = exported
+    export_checkpoint(save(model, tmp_path / "run"), tmp_path / "hf", document_start=False)
+    plain = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert plain.encode("Hello world") == [9906, 1917]
+    assert plain.bos_token_id == 128009
