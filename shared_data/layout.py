@@ -1,6 +1,7 @@
 """Where everything lies below the data folder (`data/`, or $LLM_DATA_ROOT)."""
 
 import fcntl
+import glob
 import os
 import time
 from collections.abc import Iterator
@@ -67,8 +68,8 @@ class Layout:
 
 
 def resolve_source_path(pattern: str, root: Path) -> Path:
-    """A path of a source; a leading data/ that is not there stands for the data root."""
+    """A path or glob of a source; where it begins with data/ and finds nothing, data/ stands for the data root."""
     path = Path(pattern).expanduser()
-    if path.parts[:1] == ("data",) and not Path("data").exists():
+    if path.parts[:1] == ("data",) and not glob.glob(str(path), recursive=True):
         return root.joinpath(*path.parts[1:])
     return Path(os.path.normpath(path))

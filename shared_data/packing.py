@@ -139,8 +139,7 @@ def _gather(documents: Sequence[Documents], orders: Sequence[np.ndarray], chosen
     return Plan(source_index=chosen, **columns)
 
 
-@functools.lru_cache(maxsize=OPEN_STREAMS)
-def _stream(path: Path) -> np.ndarray:
+def _map_stream(path: Path) -> np.ndarray:
     return np.memmap(path, TOKEN_DTYPE, mode="r", offset=HEADER_BYTES)
 
 
@@ -170,10 +169,12 @@ class PackShard:
             n_bytes=plan.n_bytes,
             key=self.key,
         )
+        # For this run only: a later one in the same process may find other files under the same names.
+        stream = functools.lru_cache(maxsize=OPEN_STREAMS)(_map_stream)
         try:
             for row in range(writer.done, len(plan.n_tokens)):
                 begin = int(plan.offset[row])
-                writer.add(_stream(self.streams[plan.stream[row]])[begin : begin + int(plan.n_tokens[row])])
+                writer.add(stream(self.streams[plan.stream[row]])[begin : begin + int(plan.n_tokens[row])])
             sha256 = writer.finish()
         finally:
             writer.abandon()

@@ -11,6 +11,7 @@ import typer
 
 from shared_data import options
 from shared_data.console import run_app, say
+from shared_data.estimate import estimate, show
 from shared_data.executor import PARENT_PIPE_VARIABLE
 
 STAGES = ("download_raw", "clean", "tokenize", "pack_shards")
@@ -59,8 +60,6 @@ def prepare(
     """
     context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
     if dry_run:
-        from shared_data.estimate import estimate, show
-
         expected = estimate(context)
         show(expected)
         if as_json:

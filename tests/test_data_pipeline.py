@@ -215,7 +215,9 @@ def test_a_full_disk_is_one_line_and_nothing_is_marked_done(tmp_path):
     prefix = ("sh", "-c", 'trap "" XFSZ; ulimit -f 16; exec "$@"', "sh")
     ran = prepare(tmp_path, prefix=prefix)
     assert ran.returncode == 1, ran.stderr
-    assert ran.stderr.splitlines()[-1] == "error: File too large"
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("error: data/")
+    assert last.endswith(": File too large")
     assert not list(tmp_path.rglob("*.tmp"))
     shutil.rmtree(tmp_path / "data" / "raw")
     assert prepare(tmp_path).returncode == 0

@@ -294,7 +294,10 @@ def _atomic_path(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        os.chmod(temporary, mode)  # safetensors' own file is for its owner alone, whatever the umask
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -8,6 +8,7 @@ Cross-Entropy (Wijmans et al., 2024).
 Shapes: B micro-batch, T positions, D width, V vocabulary rows, N = B * T tokens, C tokens of a chunk.
 """
 
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ MAX_CHUNK_LOGITS = 2**31 - 1
 
 
 class ChunkKernel(Protocol):
-    """What turns one chunk of logits into its loss and, in place, its gradient; a faster one may replace the plain."""
+    """What turns one chunk of logits into its loss and, in place, its gradient."""
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
         """Cross-entropy of each token, (C,) fp32, 0 where ignored; logits_CV becomes d(sum of losses) / d(logits)."""
@@ -44,6 +45,21 @@ def plain_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, 
     return losses_C
 
 
+def triton_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
+    """The ChunkKernel in two passes over a row of logits in the compute dtype; it always makes the gradient."""
+    from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
+
+    return cross_entropy_(logits_CV, targets_C, ignore_index)
+
+
+def fastest_chunk_kernel(h: Tensor, compute_dtype: torch.dtype, with_gradient: bool) -> ChunkKernel:
+    """Triton's for training in 16 bits on CUDA, where its logits stay in 16 bits; else the plain one, in fp32."""
+    sixteen_bits = compute_dtype in (torch.bfloat16, torch.float16)
+    if with_gradient and h.is_cuda and sixteen_bits and find_spec("triton") is not None:
+        return triton_chunk_kernel
+    return plain_chunk_kernel
+
+
 def head_cross_entropy(
     h_BTD: Tensor,
     head_weight_VD: Tensor,
@@ -51,7 +67,7 @@ def head_cross_entropy(
     *,
     chunk_size: int,
     ignore_index: int = IGNORE_INDEX,
-    kernel: ChunkKernel = plain_chunk_kernel,
+    kernel: ChunkKernel | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy of h @ head^T over the targets that are not ignored.
 
@@ -60,11 +76,11 @@ def head_cross_entropy(
         head_weight_VD: the head; its gradient is accumulated over chunks in fp32 (float64 for a float64 head).
         targets_BT: int64 ids in [0, V), or ignore_index.
         chunk_size: tokens whose logits are alive at one time.
-        kernel: what computes a chunk.
+        kernel: what computes a chunk; None: the fastest for the device.
 
     Returns:
         The sum, fp32 (float64 for a float64 head). The caller divides by the number of valid targets of its step. Under
-        autocast the products run in autocast's dtype; logits and softmax are fp32 always.
+        autocast the products run in autocast's dtype, and so are the logits of the Triton kernel; all else is fp32.
     """
     with_gradient = torch.is_grad_enabled() and (h_BTD.requires_grad or head_weight_VD.requires_grad)
     losses_sum, _ = _HeadCrossEntropy.apply(
@@ -94,7 +110,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         chunk_size: int,
         ignore_index: int,
         with_gradient: bool,
-        kernel: ChunkKernel,
+        kernel: ChunkKernel | None,
     ) -> tuple[Tensor, Tensor]:
         device_type = h_BTD.device.type
         compute_dtype = h_BTD.dtype
@@ -105,6 +121,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
             w_VD = weight_VD.to(compute_dtype)
             targets_N = targets_BT.reshape(-1)
             sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
+            kernel = kernel or fastest_chunk_kernel(h_ND, compute_dtype, with_gradient)
+            logits_dtype = compute_dtype if kernel is triton_chunk_kernel else sum_dtype
             losses_N = h_ND.new_empty(targets_N.shape, dtype=sum_dtype)
             if with_gradient:
                 grad_h_ND = torch.empty_like(h_ND)
@@ -112,7 +130,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             rows = max(1, min(chunk_size, MAX_CHUNK_LOGITS // w_VD.shape[0]))
             for start in range(0, targets_N.shape[0], rows):
                 chunk = slice(start, start + rows)
-                logits_CV = _product(h_ND[chunk], w_VD.T, sum_dtype)
+                logits_CV = _product(h_ND[chunk], w_VD.T, logits_dtype)
                 losses_N[chunk] = kernel(logits_CV, targets_N[chunk], ignore_index, with_gradient)
                 if with_gradient:
                     grad_logits_CV = logits_CV.to(compute_dtype)

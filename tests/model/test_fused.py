@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from gpt_oss_lite.model.fused import attention as fused_attention_module
 from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attention
-from gpt_oss_lite.model.fused.moe import MoEGeometry, fused_moe
+from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry, fused_moe
 from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, c
     upstream = torch.randn_like(y)
     expected = torch.autograd.grad((y * upstream).sum() + 3.0 * aux + 0.5 * z_loss, leaves)
 
-    geometry = MoEGeometry(n_experts, 2, n_shared, EPS, clamped)
+    geometry = MoEGeometry(n_experts, 2, n_shared, EPS, clamped, PRODUCTS["triton_grouped"])
     fused_y, fused_aux, fused_z, fused_load, _ = fused_moe(x, geometry, gain, router, bias, gates, ups, downs)
     actual = torch.autograd.grad((fused_y * upstream).sum() + 3.0 * fused_aux + 0.5 * fused_z, leaves)
 
@@ -89,7 +89,7 @@ def test_tied_logits_go_to_the_lowest_experts_and_idle_experts_get_zero_gradient
     gates, ups = ([random(hidden, width) for _ in range(n_experts)] for _ in range(2))
     downs = [random(width, hidden) for _ in range(n_experts)]
     y, aux, _, load, entropy = fused_moe(
-        x, MoEGeometry(n_experts, 2, 0, EPS, False), gain, router, None, gates, ups, downs
+        x, MoEGeometry(n_experts, 2, 0, EPS, False, PRODUCTS["triton_grouped"]), gain, router, None, gates, ups, downs
     )
     assert load.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0]
     assert aux.item() == pytest.approx(1.0, abs=1e-6)

@@ -193,7 +193,11 @@ def test_d6_the_shard_writer_resumes_where_it_was_safe(tmp_path, monkeypatch):
 
 def test_d6_progress_of_another_content_is_not_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr("shared_data.shard_writer.CHECKPOINT_BYTES", 4)
-    first = writer(tmp_path, [2, 2], key="old")
-    first.add(np.array([1, EOS], "<u4"))
+    first = writer(tmp_path, [9, 2], key="old")
+    first.add(np.array([1] * 8 + [EOS], "<u4"))
     first.abandon()
-    assert writer(tmp_path, [2, 2], key="new").done == 0
+    second = writer(tmp_path, [2], key="new")
+    assert second.done == 0
+    second.add(np.array([5, EOS], "<u4"))
+    second.finish()
+    assert np.fromfile(tmp_path / "shard_00000.bin", "<u4").tolist() == [5, EOS]

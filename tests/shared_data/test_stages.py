@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -241,7 +242,8 @@ def test_a_change_gives_the_same_bytes_as_a_clean_start(fresh):
     run_all(context_of(fresh))
     edit_yaml(fresh / "data_config.yaml", total_tokens=12000, shard_size_tokens=7000)
     path = fresh / "sources" / "web.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:180]))
+    # The texts that web shared with the others go, so that the others now keep theirs.
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[20:]))
     run_all(context_of(fresh))
     run_all(context_of(fresh, root="clean-start"))
     assert hashes(fresh / "data") == hashes(fresh / "clean-start")
@@ -294,6 +296,52 @@ def test_killed_at_any_rename_and_run_again_gives_the_same_bytes(done, tmp_path)
     assert kills >= 8, ran.stderr
     subprocess.run([sys.executable, script, *map(str, arguments[:2]), "0", "", str(tmp_path / "killed")], check=True)
     assert hashes(tmp_path / "killed") == hashes(context.layout.root)
+
+
+def test_packing_anew_and_killed_never_leaves_a_manifest_that_lies(fresh):
+    run_all(context_of(fresh))
+    edit_yaml(fresh / "data_config.yaml", total_tokens=15000, shard_size_tokens=3000)
+    context = context_of(fresh)
+    folders = [root / split for root in (context.layout.shards, context.layout.corpus) for split in ("", "validation")]
+    seen = set()
+    for countdown in range(1, 60, 4):
+        child = os.fork()
+        if child == 0:
+            pack_and_die(context, countdown)
+        _, status = os.waitpid(child, 0)
+        there = [folder for folder in folders if (folder / "manifest.json").is_file()]
+        seen.add(len(there))
+        for folder in there:
+            Manifest.load(folder, check_hashes=True)
+        if os.WIFEXITED(status):
+            break
+    assert os.WIFEXITED(status)
+    assert len(seen) > 1, "some were killed while a manifest was away"
+    run_all(context_of(fresh, root="clean-start"))
+    assert hashes(fresh / "data") == hashes(fresh / "clean-start")
+
+
+def pack_and_die(context, countdown: int) -> None:
+    """In a forked child: pack, and be killed right after the given rename or link."""
+    plain = {name: getattr(os, name) for name in ("replace", "unlink")}
+
+    def counted(name):
+        def call(*arguments, **keywords):
+            nonlocal countdown
+            plain[name](*arguments, **keywords)
+            countdown -= 1
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    try:
+        for name in plain:
+            setattr(os, name, counted(name))
+        pack_shards.run(context)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_the_orchestrator_killed_takes_its_stage_along_and_a_new_run_goes_on(done, tmp_path):
@@ -425,6 +473,31 @@ def test_a_local_data_set_is_read_file_by_file(fresh):
     assert [record["text"] for record in records] == texts[0::2] + texts[1::2]
     assert records[0]["id"] == "doc-0"
     assert len(list((context.layout.root / "raw" / "web").iterdir())) == 2
+
+
+def test_a_data_set_that_cannot_be_opened_is_one_line():
+    from shared_data.hub import _explain
+
+    class GatedRepoError(Exception):
+        pass
+
+    gated = _explain("bigcode/the-stack-dedup", GatedRepoError("403 Client Error\nAccess is restricted"))
+    assert "https://huggingface.co/datasets/bigcode/the-stack-dedup" in gated
+    assert "hf auth login" in gated
+    assert _explain("x/y", ValueError("no\nsuch thing")) == "cannot be opened (ValueError: no such thing)"
+
+
+def test_a_missing_data_set_is_named_with_its_source(fresh):
+    edit_yaml(fresh / "mixture.yaml", sources=[{"id": "web", "weight": 1.0, "dataset": str(fresh / "nowhere")}])
+    with pytest.raises(UserError, match=r"source web: dataset .*nowhere: cannot be opened"):
+        download_raw.run(context_of(fresh))
+
+
+def test_leading_data_stands_for_the_data_root(fresh, monkeypatch):
+    monkeypatch.chdir(fresh)
+    write_lines(fresh / "elsewhere" / "in.jsonl", [sentence(random.Random(2), 50)])
+    edit_yaml(fresh / "mixture.yaml", sources=[{"id": "web", "weight": 1.0, "files": ["data/in.jsonl"]}])
+    assert download_raw.run(context_of(fresh, root="elsewhere"))["sources"]["web"]["kept"] == 1
 
 
 def test_every_stage_is_covered_by_the_orchestrator():

@@ -1,6 +1,7 @@
 """Checkpoints: exact, strict, whole or not there, and free of pickled objects."""
 
 import json
+import os
 import random
 import shutil
 
@@ -76,6 +77,15 @@ def test_everything_comes_back_bitwise(tmp_path):
     assert same_state(optimizer, other_optimizer)
     assert other_scheduler.get_last_lr() == scheduler.get_last_lr()
     assert [g["lr"] for g in other_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_random_numbers_go_on_where_they_were():

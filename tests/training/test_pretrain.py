@@ -228,6 +228,28 @@ def test_before_the_first_checkpoint_the_run_goes_back_to_its_start(tmp_path, co
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("stop_at", "left"),
+    [(8, [0, 1]), (12, [])],
+    ids=["in the middle of a count", "after a rollback"],
+)
+def test_stopping_and_going_on_changes_nothing_about_the_guard(tmp_path, corpus, stop_at, left):
+    """Micro-batches 13 to 17 are poisoned; the run goes back to step 8, saved when three of the five were counted."""
+    unbroken, _ = run_poisoned(tmp_path, corpus, out="unbroken", calls=range(13, 18), total_steps=16, save_interval=4)
+    options = options_for(tmp_path, corpus, total_steps=16, save_interval=4)
+    run = open_run(plan_run(dataclasses.replace(options, max_steps=stop_at)))
+    run.forward = Poison(run, range(13, 18))
+    with StopRequest() as stop:
+        assert train(run, stop) == 0
+        run = open_run(plan_run(dataclasses.replace(options, resume_latest=True)))
+        run.forward = Poison(run, left)
+        assert train(run, stop) == 0
+    assert run.state == unbroken.state
+    assert run.state.offset == 4
+    assert tiny_run.rows(tmp_path / "run") == tiny_run.rows(tmp_path / "unbroken")
+    assert tiny_run.digests(tmp_path / "run", 16) == tiny_run.digests(tmp_path / "unbroken", 16)
+
+
 def test_after_the_last_rollback_the_run_gives_up_with_exit_code_4(tmp_path, corpus, capsys):
     run, code = run_poisoned(tmp_path, corpus, calls=range(8, 1000), total_steps=20, nan_guard_max_rollbacks=2)
     assert code == 4

@@ -6,15 +6,16 @@ Routed experts are two grouped products over rows sorted by expert. A token's we
 Shapes: N tokens, D width, E experts, K experts per token, R = N * K rows, F hidden width of an expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt_oss_lite.model.fused.attention import matrix_gradient
 from gpt_oss_lite.model.fused.weights import JoinedWeight
+from gpt_oss_lite.model.kernels.grouped import triton_grouped_gradient, triton_grouped_product
 from gpt_oss_lite.model.kernels.permute import group_by_expert, sum_rows, tokens_to_rows
 from gpt_oss_lite.model.kernels.rms_norm import rms_norm
 from gpt_oss_lite.model.kernels.router import (
@@ -27,6 +28,29 @@ from gpt_oss_lite.model.kernels.router import (
 from gpt_oss_lite.model.kernels.swiglu import swiglu, swiglu_backward
 
 
+class GroupedProducts(NamedTuple):
+    """How rows sorted by expert are multiplied."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(R, I) rows, (E, I, O) matrices and offsets (E,) int32 to (R, O)."""
+    gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(R, O) gradients, (R, I) rows and offsets to (E, O, I) fp32, zero for an expert without rows."""
+
+
+def _torch_product(x_RI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch._grouped_mm(x_RI, w_EIO, offs=offsets_E)
+
+
+def _torch_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch._grouped_mm(dy_RO.t(), x_RI, offs=offsets_E).float()
+
+
+PRODUCTS = {
+    "grouped": GroupedProducts(_torch_product, _torch_gradient),
+    "triton_grouped": GroupedProducts(triton_grouped_product, triton_grouped_gradient),
+}
+
+
 @dataclass(frozen=True)
 class MoEGeometry:
     """Sizes of a feed-forward layer, and its weights' copies."""
@@ -36,27 +60,11 @@ class MoEGeometry:
     n_shared_experts: int
     eps: float
     clamped: bool
+    products: GroupedProducts
     gate_up: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
     down: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
     shared_gate_up: JoinedWeight = field(default_factory=JoinedWeight)
     shared_down: JoinedWeight = field(default_factory=JoinedWeight)
-
-
-def grouped_product(x_RI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
-    """Rows of expert e times its matrix: (R, O)."""
-    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
-        return torch._grouped_mm(x_RI, w_EIO, offs=offsets_E)
-    bounds = [0, *offsets_E.tolist()]
-    return torch.cat([x_RI[bounds[e] : bounds[e + 1]] @ w_EIO[e] for e in range(len(w_EIO))])
-
-
-def grouped_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Gradients of the experts' matrices (E, O, I) in fp32; zero for an expert without rows."""
-    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16:
-        return torch._grouped_mm(dy_RO.t(), x_RI, offs=offsets_E).float()
-    bounds = [0, *offsets_E.tolist()]
-    pairs = [slice(bounds[e], bounds[e + 1]) for e in range(len(offsets_E))]
-    return torch.stack([dy_RO[rows].t() @ x_RI[rows] for rows in pairs]).float()
 
 
 class FusedMoE(torch.autograd.Function):
@@ -68,7 +76,7 @@ class FusedMoE(torch.autograd.Function):
         *matrices: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gates, ups, downs = _by_kind(matrices)
-        n = geometry.n_experts
+        n, multiply = geometry.n_experts, geometry.products.product
         w_gate_up = geometry.gate_up.get(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
         w_down = geometry.down.get([[down] for down in downs[:n]], x_ND.dtype)
 
@@ -76,9 +84,9 @@ class FusedMoE(torch.autograd.Function):
         routing = choose_experts(h_ND, router_ED, bias_E, geometry.experts_per_token)
         row_of_slot_NK, weight_R, offsets_E = group_by_expert(routing.expert_NK, routing.weight_NK, n)
         rows_RD = tokens_to_rows(h_ND, row_of_slot_NK)
-        gate_up_R2F = grouped_product(rows_RD, w_gate_up.transpose(1, 2), offsets_E)
+        gate_up_R2F = multiply(rows_RD, w_gate_up.transpose(1, 2), offsets_E)
         hidden_RF = swiglu(gate_up_R2F, weight_R, geometry.clamped)
-        out_RD = grouped_product(hidden_RF, w_down.transpose(1, 2), offsets_E)
+        out_RD = multiply(hidden_RF, w_down.transpose(1, 2), offsets_E)
 
         shared_ND: Tensor | None = None
         shared: tuple[Tensor, ...] = ()
@@ -114,15 +122,16 @@ class FusedMoE(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
         geometry, n_tokens = ctx.geometry, x_ND.shape[0]
+        multiply, gradient_of = geometry.products
         w_gate_up, w_down, *w_shared = ctx.weights
         dy_ND = dy_ND.contiguous()
 
         dy_RD = tokens_to_rows(dy_ND, row_of_slot_NK)
-        dhidden_RF = grouped_product(dy_RD, w_down, offsets_E)
-        ddown_EDF = grouped_gradient(dy_RD, hidden_RF, offsets_E)
+        dhidden_RF = multiply(dy_RD, w_down, offsets_E)
+        ddown_EDF = gradient_of(dy_RD, hidden_RF, offsets_E)
         dgate_up_R2F, dweight_R = swiglu_backward(dhidden_RF, gate_up_R2F, weight_R, geometry.clamped)
-        drows_RD = grouped_product(dgate_up_R2F, w_gate_up, offsets_E)
-        dgate_up_E2FD = grouped_gradient(dgate_up_R2F, rows_RD, offsets_E)
+        drows_RD = multiply(dgate_up_R2F, w_gate_up, offsets_E)
+        dgate_up_E2FD = gradient_of(dgate_up_R2F, rows_RD, offsets_E)
 
         dshared_ND = None
         hidden_size = ctx.shapes[0]
