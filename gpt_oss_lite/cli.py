@@ -251,6 +251,8 @@ def export(
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     from gpt_oss_lite.export.hf import export_checkpoint
 
+    if not 0 < max_shard_gb < math.inf:
+        raise UserError(f"--max-shard-gb is {max_shard_gb:g}: it must be finite and above 0")
     done = export_checkpoint(
         checkpoint,
         out,

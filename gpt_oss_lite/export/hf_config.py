@@ -121,11 +121,11 @@ def config_from_stock(content: dict[str, Any], path: str, vocab_size: int | None
     """
     _check_stock(content, path)
     rope = _rope_of(content, path)
-    scale = float(rope.get("factor", 1.0)) if rope["rope_type"] == "yarn" else 1.0
-    context = int(content.get("max_position_embeddings", 131072))
-    original = int(rope.get("original_max_position_embeddings", context / scale)) if scale > 1 else context
-    windowed = "sliding_attention" in content.get("layer_types", ["sliding_attention"])
     try:
+        scale = float(rope.get("factor", 1.0)) if rope["rope_type"] == "yarn" else 1.0
+        context = int(content.get("max_position_embeddings", 131072))
+        original = int(rope.get("original_max_position_embeddings", context / scale)) if scale > 1 else context
+        windowed = "sliding_attention" in content.get("layer_types", ["sliding_attention"])
         rows = content["vocab_size"]
         keys = {
             "vocab_size": vocab_size or rows,
@@ -160,6 +160,8 @@ def config_from_stock(content: dict[str, Any], path: str, vocab_size: int | None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: a value has another type than transformers writes ({error})") from None
     if content.get("layer_types", layer_types(config)) != layer_types(config):
         raise UserError(f"{path}: layer_types must alternate sliding_attention, full_attention from the first layer on")
     return config
@@ -183,6 +185,8 @@ def _rope_of(content: dict[str, Any], path: str) -> dict[str, Any]:
     if rope is None:
         scaling = content.get("rope_scaling") or {"rope_type": "default"}
         rope = {"rope_theta": content.get("rope_theta", 150000.0), **scaling}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: rope_parameters is {rope!r}: it must be an object")
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in ("default", "yarn"):
         raise UserError(f"{path}: rope_type is {kind!r}: it must be 'default' or 'yarn'")

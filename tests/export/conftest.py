@@ -1,4 +1,4 @@
-"""transformers' cache and temporary code of these tests lie in a folder that goes with the tests, and nothing asks the network."""
+"""transformers keeps its cache in a folder that goes with the tests, and asks no network."""
 
 import os
 import tempfile

@@ -71,6 +71,25 @@ def test_export_in_json_and_in_parts(run, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/hf is there already: choose another --out, or remove it\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-shard-gb", "nan"], "--max-shard-gb is nan: it must be finite and above 0"),
+        (["--max-shard-gb", "0"], "--max-shard-gb is 0"),
+        (["--rope-scale", "nan"], "the RoPE scale is nan: it must lie between 1 and"),
+        (["--step", "3"], "has no complete checkpoint of step 3 (complete: 2, 4)"),
+    ],
+)
+def test_what_export_refuses_is_one_line_and_leaves_nothing(run, tmp_path, words, message, capsys):
+    assert gpt_oss_lite("export", "--checkpoint", run, "--out", tmp_path / "hf", *words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_stock_model_comes_in_goes_on_training_and_goes_out(run, tmp_path, capsys):
     GptOssForCausalLM(STOCK).save_pretrained(tmp_path / "stock")
     words = ["import", "--from", tmp_path / "stock", "--out", tmp_path / "run", "--vocab-size", "128000"]
