@@ -72,6 +72,16 @@ def check_supply(supplies: Sequence[Supply], total_tokens: int) -> None:
         )
 
 
+def rest_of_shares(weights: Sequence[Fraction], charged: Sequence[int], total_tokens: int) -> list[Fraction]:
+    """Shares of what is still to come, such that the whole of total_tokens holds the weights.
+
+    Args:
+        charged: tokens that each source has given already, below its part of total_tokens.
+    """
+    rest = total_tokens - sum(charged)
+    return [(weight * total_tokens - own) / rest for weight, own in zip(weights, charged, strict=True)]
+
+
 def interleave(supplies: Sequence[Supply], total_tokens: int, when_short: Literal["stop", "go_on"]) -> np.ndarray:
     """Choose the source of each document until `total_tokens` are reached.
 

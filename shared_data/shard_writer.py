@@ -63,6 +63,8 @@ class ShardWriter:
     """Tokens of each document, EOS included, (N,)."""
     source_index: np.ndarray
     n_bytes: np.ndarray
+    inserts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which documents are passkey inserts, int64."""
     key: str = ""
     """Fingerprint of the content: progress made under another key is not resumed."""
     done: int = field(default=0, init=False)
@@ -123,6 +125,7 @@ class ShardWriter:
             sha256=self._digest.hexdigest(),
             info=self.info,
             position=self.position,
+            inserts=self.inserts,
         )
         write_atomic(sidecar_path(self.path), sidecar_bytes(sidecar))
         self._file.flush()

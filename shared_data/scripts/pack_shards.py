@@ -1,4 +1,4 @@
-"""Stage 4: token streams -> shards/, shards/validation/ and pretrain_chinchilla/, mixed by tokens.
+"""Stage 4: token streams -> shards/, shards/long/, shards/validation/ and pretrain_chinchilla/, mixed by tokens.
 
 Run as `python -m shared_data.scripts.pack_shards`.
 """
@@ -21,14 +21,14 @@ from shared_data.console import run_app, say
 from shared_data.executor import Task, run_tasks
 from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
-from shared_data.packing import Documents, PackShard, Plan, plan_splits, read_documents
+from shared_data.packing import Documents, PackShard, Plan, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
 from shared_data.scripts.tokenize import check_tokenizer
-from shared_data.shard_writer import shard_name, split_into_shards
+from shared_data.shard_writer import shard_name
 from shared_data.stage import Context, Part, read_parts, show_table
 
 STAGE = "pack"
-SPLITS = ("train", "validation")
+SPLITS = ("long", "train", "validation")
 app = typer.Typer(add_completion=False)
 
 
@@ -52,6 +52,7 @@ def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
         [[source.id, source.weight, [part.sha256 for part in parts[source.id]]] for source in context.sources],
         [mixture.name, mixture.on_shortage, mixture.max_epochs],
         [config.total_tokens, config.shard_size_tokens, config.validation_share, config.seed],
+        config.pack.long_context.model_dump(),
         config.tokenizer.model_dump(exclude={"batch_size", "prefetch"}),
     ]
     only = [source.id for source in context.sources] if len(context.sources) < len(mixture.sources) else []
@@ -63,6 +64,7 @@ def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
         eos_token_id=config.tokenizer.eos_token_id,
         pad_token_id=config.tokenizer.pad_token_id,
         shard_size_tokens=config.shard_size_tokens,
+        window_tokens=config.pack.long_context.window_tokens,
         sources=[SourceInfo(id=source.id, weight=source.weight / total_weight) for source in context.sources],
     )
 
@@ -88,8 +90,7 @@ def plan_packing(context: Context) -> Packing:
     bounds = {}
     for split, plan in plans.items():
         plan.write(folder / f"plan-{split}.idx")
-        slices = split_into_shards(plan.n_tokens, info.shard_size_tokens)
-        bounds[split] = [(part.start, part.stop) for part in slices]
+        bounds[split] = cut_into_shards(plan, split, info)
     report = describe_plan(info, documents, plans, bounds["train"])
     write_atomic(record, json.dumps({"corpus": info.corpus, "bounds": bounds, "report": report}))
     return Packing(info, streams, bounds, report)
@@ -99,31 +100,52 @@ def describe_plan(
     info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[tuple[int, int]]
 ) -> dict[str, Any]:
     """What the plan takes from each source, and how far the mixture is from its target at the shards' ends."""
-    train = plans["train"]
-    total = int(train.n_tokens.sum())
+    train, long = plans["train"], plans.get("long")
+    tokens = {split: _tokens_by_source(plan, len(documents)) for split, plan in plans.items()}
+    in_long = tokens.get("long", np.zeros_like(tokens["train"]))
+    together = tokens["train"] + in_long
+    total = int(together.sum())
     ends = np.array([end for _, end in bounds]) - 1
     at_ends = np.cumsum(train.n_tokens)[ends]
-    sources, worst = {}, 0.0
+    # The mixture holds for the whole; in the shards that are not of long context, for what it leaves to them.
+    weights = np.array([about.weight for about in info.sources])
+    shares = (weights * total - in_long) / int(train.n_tokens.sum())
+    worst = float(np.abs(together - weights * total).max())
+    sources = {}
     for index, (own, about) in enumerate(zip(documents, info.sources, strict=True)):
-        tokens = np.where(train.source_index == index, train.n_tokens, 0)
-        worst = max(worst, float(np.abs(np.cumsum(tokens)[ends] - about.weight * at_ends).max()))
-        used = {split: int((plan.source_index == index).sum()) for split, plan in plans.items()}
-        held_out = used.get("validation", 0)
-        distinct = min(used["train"], len(own.n_tokens) - held_out)
+        mine = np.where(train.source_index == index, train.n_tokens, 0)
+        worst = max(worst, float(np.abs(np.cumsum(mine)[ends] - shares[index] * at_ends).max()))
+        used = {split: int(((plan.source_index == index) & ~plan.is_insert).sum()) for split, plan in plans.items()}
+        held_out, trained = used.get("validation", 0), used["train"] + used.get("long", 0)
+        distinct = min(trained, len(own.n_tokens) - held_out)
         sources[about.id] = {
             "read": len(own.n_tokens),
             "kept": distinct + held_out,
             "dropped": {"not_needed": len(own.n_tokens) - distinct - held_out},
-            "train_documents": used["train"],
-            "repeated_documents": used["train"] - distinct,
+            "train_documents": trained,
+            "repeated_documents": trained - distinct,
             "validation_documents": held_out,
-            "train_tokens": int(tokens.sum()),
-            "share": int(tokens.sum()) / total,
+            "train_tokens": int(together[index]),
+            "long_context_tokens": int(in_long[index]),
+            "share": int(together[index]) / total,
             "target_share": about.weight,
         }
     longest = max(int(own.n_tokens.max()) for own in documents)
-    return {"stage": STAGE, "train_tokens": total, "sources": sources, "longest_document_tokens": longest,
-            "largest_deviation_tokens": worst}  # fmt: skip
+    long_context = {
+        "windows": int(in_long.sum()) // info.window_tokens,
+        "tokens": int(in_long.sum()),
+        "inserts": int(long.is_insert.sum()) if long else 0,
+        "insert_tokens": int(long.n_tokens[long.is_insert].sum()) if long else 0,
+    }
+    return {"stage": STAGE, "train_tokens": total, "long_context": long_context, "sources": sources,
+            "longest_document_tokens": longest, "largest_deviation_tokens": worst}  # fmt: skip
+
+
+def _tokens_by_source(plan: Plan, n_sources: int) -> np.ndarray:
+    """Tokens that each source is charged with, int64."""
+    sums = np.zeros(n_sources, np.int64)
+    np.add.at(sums, plan.source_index, plan.n_tokens)
+    return sums
 
 
 def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
@@ -176,17 +198,20 @@ def run(context: Context) -> dict[str, Any]:
     manifests = {}
     for split, tasks in pack_tasks(context, packing).items():
         manifests[split] = finish_split(context, packing, split, tasks)
-    if "validation" not in manifests:
-        remove_corpus(layout.shards / "validation")
+    for split in SPLITS:
+        if split not in manifests:
+            remove_corpus(split_folder(context, split))
+    if "validation" in manifests:
+        publish([layout.shards / "validation"], layout.corpus / "validation")
+    else:
         remove_corpus(layout.corpus / "validation")
         say("no document was held out for validation: the corpus is small, or validation_share is 0")
-    else:
-        publish([layout.shards / "validation"], layout.corpus / "validation")
-    publish([layout.shards], layout.corpus)
+    # Windows align with the start of the corpus alone, so the long-context ones come first.
+    publish([split_folder(context, split) for split in ("long", "train") if split in manifests], layout.corpus)
     report = {
         **packing.report,
         "corpus": str(layout.corpus),
-        "shards": manifests["train"].shard_count,
+        "shards": sum(manifests[split].shard_count for split in ("long", "train") if split in manifests),
         "oversized_documents": manifests["train"].oversized_documents,
         "validation_tokens": manifests["validation"].total_tokens if "validation" in manifests else 0,
     }
@@ -198,14 +223,29 @@ def run(context: Context) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     """The mixture as packed, as a table on standard error."""
     table = Table(title="pack: training tokens", box=None, title_justify="left")
-    for name in ("source", "tokens", "share", "target", "documents", "repeated", "validation", "not needed"):
+    for name in (
+        "source",
+        "tokens",
+        "share",
+        "target",
+        "long context",
+        "documents",
+        "repeated",
+        "validation",
+        "not needed",
+    ):
         table.add_column(name, justify="left" if name == "source" else "right")
     for source, own in report["sources"].items():
         numbers = ("train_documents", "repeated_documents", "validation_documents")
-        shares = (f"{own['share']:.2%}", f"{own['target_share']:.2%}")
+        shares = (f"{own['share']:.2%}", f"{own['target_share']:.2%}", f"{own['long_context_tokens']:,}")
         counts = (f"{own[name]:,}" for name in numbers)
         table.add_row(source, f"{own['train_tokens']:,}", *shares, *counts, f"{own['dropped']['not_needed']:,}")
     show_table(table)
+    long_context = report["long_context"]
+    say(
+        f"long context: {long_context['windows']:,} windows, {long_context['tokens']:,} tokens, of which "
+        f"{long_context['insert_tokens']:,} are passkeys ({long_context['inserts']:,} inserts)"
+    )
     say(
         f"{report['corpus']}: {report['train_tokens']:,} training tokens in {report['shards']} shards, "
         f"{report['validation_tokens']:,} for validation; the mixture is within "
