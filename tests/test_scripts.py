@@ -25,6 +25,27 @@ def succeed(*words, **options):
     return result
 
 
+def test_prepare_data_and_its_shorter_ways(tmp_path):
+    """The stage options work on what the stages before have left; the corpus is the same each time."""
+    text = "\n".join(
+        json.dumps({"text": f"Document {number}. " + "Some words about it. " * 20}) for number in range(80)
+    )
+    (tmp_path / "web.jsonl").write_text(text)
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(f"name: tiny\nsources: [{{id: web, weight: 1.0, files: [{tmp_path}/web.jsonl]}}]\n")
+    command = ["python", "data/prepare_data.py", "--stage", "pretrain", "--mixture", mixture, "--total-tokens", "5000"]
+    manifest = tmp_path / "data/pretrain_chinchilla/manifest.json"
+    for ways in (
+        ["--source", "web"],
+        ["--skip-download"],
+        ["--skip-download", "--skip-clean"],
+        ["--skip-download", "--skip-clean", "--skip-tokenize"],
+    ):
+        manifest.unlink(missing_ok=True)
+        succeed(*command, *ways, LLM_DATA_ROOT=str(tmp_path / "data"))
+        assert json.loads(manifest.read_text())["total_tokens"] >= 5000
+
+
 def test_pretrain_and_resume_the_full_recipe(corpus, tmp_path):
     small = command_line.settings(train_data_path=str(corpus), data_mix="null")
     command = ["python", "training/pretrain.py", "--config", FULL, "--seed", "42", *small, "--out", tmp_path / "run"]
