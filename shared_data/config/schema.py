@@ -140,7 +140,7 @@ class LongContext(ConfigBlock):
 
     share: float = Field(default=0.1, ge=0, le=0.5)
     """Share of the training tokens that lies in such windows; 0: none."""
-    window_tokens: int = Field(default=4096, ge=256)
+    window_tokens: int = Field(default=4096, ge=1024)
     """Tokens of a window: the recipe's model.max_seq_len."""
 
 

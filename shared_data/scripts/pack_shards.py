@@ -106,15 +106,14 @@ def describe_plan(
     together = tokens["train"] + in_long
     total = int(together.sum())
     ends = np.array([end for _, end in bounds]) - 1
-    at_ends = np.cumsum(train.n_tokens)[ends]
-    # The mixture holds for the whole; in the shards that are not of long context, for what it leaves to them.
+    before = int(in_long.sum())
+    at_ends = np.cumsum(train.n_tokens)[ends] + before
     weights = np.array([about.weight for about in info.sources])
-    shares = (weights * total - in_long) / int(train.n_tokens.sum())
-    worst = float(np.abs(together - weights * total).max())
+    worst = float(np.abs(in_long - weights * before).max())
     sources = {}
     for index, (own, about) in enumerate(zip(documents, info.sources, strict=True)):
         mine = np.where(train.source_index == index, train.n_tokens, 0)
-        worst = max(worst, float(np.abs(np.cumsum(mine)[ends] - shares[index] * at_ends).max()))
+        worst = max(worst, float(np.abs(in_long[index] + np.cumsum(mine)[ends] - about.weight * at_ends).max()))
         used = {split: int(((plan.source_index == index) & ~plan.is_insert).sum()) for split, plan in plans.items()}
         held_out, trained = used.get("validation", 0), used["train"] + used.get("long", 0)
         distinct = min(trained, len(own.n_tokens) - held_out)
@@ -130,10 +129,11 @@ def describe_plan(
             "share": int(together[index]) / total,
             "target_share": about.weight,
         }
-    longest = max(int(own.n_tokens.max()) for own in documents)
+    # A long-context window is charged as a whole, like a document.
+    longest = max(before and info.window_tokens, *(int(own.n_tokens.max()) for own in documents))
     long_context = {
-        "windows": int(in_long.sum()) // info.window_tokens,
-        "tokens": int(in_long.sum()),
+        "windows": before // info.window_tokens,
+        "tokens": before,
         "inserts": int(long.is_insert.sum()) if long else 0,
         "insert_tokens": int(long.n_tokens[long.is_insert].sum()) if long else 0,
     }

