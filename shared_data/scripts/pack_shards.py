@@ -4,6 +4,7 @@ Run as `python -m shared_data.scripts.pack_shards`.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
 from shared_data.packing import Documents, PackShard, Plan, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
+from shared_data.repair import PLAN_RECORD, packed_split
 from shared_data.scripts.tokenize import check_tokenizer
 from shared_data.shard_writer import shard_name
 from shared_data.stage import Context, Part, read_parts, show_table
@@ -75,7 +77,7 @@ def plan_packing(context: Context) -> Packing:
     info = corpus_info(context, parts)
     streams = tuple(part.path for source in context.sources for part in parts[source.id])
     folder = context.layout.state / STAGE
-    record = folder / "plan.json"
+    record = context.layout.state / PLAN_RECORD
     try:
         known = json.loads(record.read_bytes())
         if known["corpus"] == info.corpus and all(
@@ -92,7 +94,9 @@ def plan_packing(context: Context) -> Packing:
         plan.write(folder / f"plan-{split}.idx")
         bounds[split] = cut_into_shards(plan, split, info)
     report = describe_plan(info, documents, plans, bounds["train"])
-    write_atomic(record, json.dumps({"corpus": info.corpus, "bounds": bounds, "report": report}))
+    relative = [os.path.relpath(path, context.layout.root) for path in streams]
+    known = {"corpus": info.corpus, "info": info.model_dump(), "streams": relative, "bounds": bounds, "report": report}
+    write_atomic(record, json.dumps(known))
     return Packing(info, streams, bounds, report)
 
 
@@ -153,7 +157,7 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
     tasks: dict[str, list[Task]] = {}
     for split, bounds in packing.bounds.items():
         plan = context.layout.state / STAGE / f"plan-{split}.idx"
-        folder = split_folder(context, split)
+        folder = packed_split(context.layout, split)
         tasks[split] = []
         for index, (begin, end) in enumerate(bounds):
             key = fingerprint(packing.info.corpus, split, index, begin, end)
@@ -165,14 +169,9 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
     return tasks
 
 
-def split_folder(context: Context, split: str) -> Path:
-    """Where the shards of a split go."""
-    return context.layout.shards if split == "train" else context.layout.shards / split
-
-
 def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> Manifest:
     """Write a split's shards, then its manifest."""
-    folder = split_folder(context, split)
+    folder = packed_split(context.layout, split)
     if not _is_of(folder, packing.info):
         # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -200,14 +199,14 @@ def run(context: Context) -> dict[str, Any]:
         manifests[split] = finish_split(context, packing, split, tasks)
     for split in SPLITS:
         if split not in manifests:
-            remove_corpus(split_folder(context, split))
+            remove_corpus(packed_split(context.layout, split))
     if "validation" in manifests:
         publish([layout.shards / "validation"], layout.corpus / "validation")
     else:
         remove_corpus(layout.corpus / "validation")
         say("no document was held out for validation: the corpus is small, or validation_share is 0")
     # Windows align with the start of the corpus alone, so the long-context ones come first.
-    publish([split_folder(context, split) for split in ("long", "train") if split in manifests], layout.corpus)
+    publish([packed_split(context.layout, split) for split in ("long", "train") if split in manifests], layout.corpus)
     report = {
         **packing.report,
         "corpus": str(layout.corpus),
