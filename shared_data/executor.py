@@ -14,9 +14,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from shared_data.commits import Commit, read_commit, write_commit
+from shared_data.commits import Commit, note_attempt, read_commit, write_commit
 from shared_data.console import progress, say
 
 MAX_POOL_FAILURES = 3
@@ -40,6 +40,15 @@ class Work(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """Work that goes on from what a killed attempt left."""
+
+    def resumed_bytes(self) -> int:
+        """Input bytes that need not be done again."""
+        ...
+
+
 @dataclass(frozen=True)
 class Task:
     """A unit of work that is redone as a whole after a kill."""
@@ -48,7 +57,7 @@ class Task:
     key: str
     """Fingerprint of everything that the outputs depend on."""
     n_bytes: int
-    """Input bytes, for progress."""
+    """Input bytes, for progress and for the account of what kills cost."""
     work: Work
 
 
@@ -57,8 +66,10 @@ def execute(task: Task) -> Commit:
     commit = read_commit(task.record, task.key)
     if commit is None:
         task.record.unlink(missing_ok=True)
+        resumed = task.work.resumed_bytes() if isinstance(task.work, Resumable) else 0
+        note_attempt(task.record, task.key, task.n_bytes - resumed)
         result = task.work.run()
-        commit = write_commit(task.record, task.key, result.outputs, result.counts)
+        commit = write_commit(task.record, task.key, result.outputs, result.counts, task.n_bytes)
     return commit
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
@@ -21,9 +22,9 @@ from shared_data.errors import UserError
 from shared_data.executor import Result
 from shared_data.files import write_atomic
 from shared_data.long_context import Insert, pack_windows, window_counts, window_inserts
-from shared_data.manifest import TOKEN_BYTES, TOKEN_DTYPE, CorpusInfo, Position, sidecar_path
+from shared_data.manifest import TOKEN_DTYPE, CorpusInfo, Position, sidecar_path
 from shared_data.mixture import Supply, check_supply, interleave, is_validation, rest_of_shares, shuffled
-from shared_data.shard_writer import ShardWriter, split_into_shards
+from shared_data.shard_writer import ShardWriter, safe_progress, split_into_shards
 from shared_data.tokenizer import load_tokenizer
 from shared_data.tokenizing import HEADER_BYTES, read_index
 
@@ -69,6 +70,14 @@ class Plan:
     def write(self, path: Path) -> None:
         """Write the plan's arrays."""
         write_atomic(path, save_safetensors(dict(vars(self))))
+
+
+class ShardSlice(NamedTuple):
+    """A shard as a slice of the plan."""
+
+    begin: int
+    end: int
+    n_tokens: int
 
 
 def read_documents(source: Source, streams: Sequence[Path]) -> Documents:
@@ -229,10 +238,16 @@ def _gather(documents: Sequence[Documents], orders: Sequence[np.ndarray], chosen
     return Plan(source_index=chosen, **columns)
 
 
-def cut_into_shards(plan: Plan, split: str, info: CorpusInfo) -> list[tuple[int, int]]:
-    """The slice of the plan that each shard is: whole documents, of the long-context share whole windows."""
-    if split != "long":
-        return [(part.start, part.stop) for part in split_into_shards(plan.n_tokens, info.shard_size_tokens)]
+def cut_into_shards(plan: Plan, split: str, info: CorpusInfo) -> list[ShardSlice]:
+    """What each shard is: whole documents, of the long-context share whole windows."""
+    if split == "long":
+        pairs = _cut_between_windows(plan, info)
+    else:
+        pairs = [(part.start, part.stop) for part in split_into_shards(plan.n_tokens, info.shard_size_tokens)]
+    return [ShardSlice(begin, end, int(plan.n_tokens[begin:end].sum())) for begin, end in pairs]
+
+
+def _cut_between_windows(plan: Plan, info: CorpusInfo) -> list[tuple[int, int]]:
     ends = np.cumsum(plan.n_tokens)
     size = max(1, info.shard_size_tokens // info.window_tokens) * info.window_tokens
     cuts = [*range(size, int(ends[-1]), size), int(ends[-1])]
@@ -285,7 +300,6 @@ class PackShard:
         counts = {"tokens": int(plan.n_tokens.sum()), "documents": len(plan.n_tokens)}
         return Result({self.output: sha256, sidecar_path(self.output): None}, counts)
 
-    @property
-    def n_bytes(self) -> int:
-        """About the size of the shard, for progress."""
-        return self.info.shard_size_tokens * TOKEN_BYTES
+    def resumed_bytes(self) -> int:
+        """What is safe of the shard already."""
+        return safe_progress(self.output, self.key)[1]

@@ -33,7 +33,8 @@ class Origin:
     folder: Path
     info: CorpusInfo
     streams: tuple[Path, ...]
-    bounds: dict[str, list[tuple[int, int]]]
+    bounds: dict[str, list[list[int]]]
+    """Per split and shard: its slice of the plan, and its tokens."""
 
     @classmethod
     def find(cls, folder: Path) -> "Origin":
@@ -76,7 +77,7 @@ class Origin:
         Raises:
             UserError: the streams give other bytes, or are gone.
         """
-        begin, end = self.bounds[split][index]
+        begin, end, _ = self.bounds[split][index]
         folder = self.layout.state / "pack"
         position = Position.model_validate({"split": split, "index": index, "count": len(self.bounds[split])})
         made = folder / "repair" / shard_name(index)

@@ -100,7 +100,7 @@ class Pipeline(ConfigBlock):
 
     quality: Quality = Quality()
     task_bytes: int | None = Field(default=None, ge=1024)
-    """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 4 to 64 MiB."""
+    """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 1 to 64 MiB."""
 
 
 class Dedup(ConfigBlock):

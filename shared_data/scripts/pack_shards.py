@@ -16,13 +16,13 @@ import typer
 from rich.table import Table
 
 from shared_data import options
-from shared_data.commits import fingerprint
+from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
 from shared_data.console import run_app, say
 from shared_data.executor import Task, run_tasks
 from shared_data.files import write_atomic, write_if_changed
-from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
-from shared_data.packing import Documents, PackShard, Plan, cut_into_shards, plan_splits, read_documents
+from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
 from shared_data.repair import PLAN_RECORD, packed_split
 from shared_data.scripts.tokenize import check_tokenizer
@@ -40,8 +40,8 @@ class Packing:
 
     info: CorpusInfo
     streams: tuple[Path, ...]
-    bounds: dict[str, list[tuple[int, int]]]
-    """Per split: the slice of the plan that each shard is."""
+    bounds: dict[str, list[ShardSlice]]
+    """The shards of each split."""
     report: dict[str, Any]
 
 
@@ -83,7 +83,8 @@ def plan_packing(context: Context) -> Packing:
         if known["corpus"] == info.corpus and all(
             (folder / f"plan-{split}.idx").is_file() for split in known["bounds"]
         ):
-            return Packing(info, streams, known["bounds"], known["report"])
+            bounds = {split: [ShardSlice(*own) for own in slices] for split, slices in known["bounds"].items()}
+            return Packing(info, streams, bounds, known["report"])
     except (OSError, ValueError, KeyError):
         pass
     record.unlink(missing_ok=True)
@@ -101,7 +102,7 @@ def plan_packing(context: Context) -> Packing:
 
 
 def describe_plan(
-    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[tuple[int, int]]
+    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[ShardSlice]
 ) -> dict[str, Any]:
     """What the plan takes from each source, and how far the mixture is from its target at the shards' ends."""
     train, long = plans["train"], plans.get("long")
@@ -109,7 +110,7 @@ def describe_plan(
     in_long = tokens.get("long", np.zeros_like(tokens["train"]))
     together = tokens["train"] + in_long
     total = int(together.sum())
-    ends = np.array([end for _, end in bounds]) - 1
+    ends = np.array([part.end for part in bounds]) - 1
     before = int(in_long.sum())
     at_ends = np.cumsum(train.n_tokens)[ends] + before
     weights = np.array([about.weight for about in info.sources])
@@ -159,27 +160,27 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
         plan = context.layout.state / STAGE / f"plan-{split}.idx"
         folder = packed_split(context.layout, split)
         tasks[split] = []
-        for index, (begin, end) in enumerate(bounds):
+        for index, (begin, end, n_tokens) in enumerate(bounds):
             key = fingerprint(packing.info.corpus, split, index, begin, end)
             position = Position.model_validate({"split": split, "index": index, "count": len(bounds)})
             output = folder / shard_name(index)
             work = PackShard(plan, begin, end, packing.streams, packing.info, position, key, output)
             record = context.layout.state / STAGE / f"{split}-{index:05d}.json"
-            tasks[split].append(Task(record, key, work.n_bytes, work))
+            tasks[split].append(Task(record, key, n_tokens * TOKEN_BYTES, work))
     return tasks
 
 
-def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> Manifest:
+def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> tuple[Manifest, list[Commit]]:
     """Write a split's shards, then its manifest."""
     folder = packed_split(context.layout, split)
     if not _is_of(folder, packing.info):
         # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    run_tasks(tasks, workers=context.workers, label=f"pack {split}")
+    commits = run_tasks(tasks, workers=context.workers, label=f"pack {split}")
     remove_strays(folder, [shard_name(index) for index in range(len(tasks))])
     manifest = build_manifest(folder)
     write_if_changed(folder / MANIFEST_NAME, manifest.to_json())
-    return manifest
+    return manifest, commits
 
 
 def _is_of(folder: Path, info: CorpusInfo) -> bool:
@@ -194,9 +195,10 @@ def run(context: Context) -> dict[str, Any]:
     check_tokenizer(context.config, context.config_name)
     packing = plan_packing(context)
     layout = context.layout
-    manifests = {}
+    manifests, commits = {}, []
     for split, tasks in pack_tasks(context, packing).items():
-        manifests[split] = finish_split(context, packing, split, tasks)
+        manifests[split], done = finish_split(context, packing, split, tasks)
+        commits += done
     for split in SPLITS:
         if split not in manifests:
             remove_corpus(packed_split(context.layout, split))
@@ -212,6 +214,10 @@ def run(context: Context) -> dict[str, Any]:
         "corpus": str(layout.corpus),
         "shards": sum(manifests[split].shard_count for split in ("long", "train") if split in manifests),
         "oversized_documents": manifests["train"].oversized_documents,
+        "work": {
+            "input_bytes": sum(commit.n_bytes for commit in commits),
+            "processed_bytes": sum(commit.processed_bytes for commit in commits),
+        },
         "validation_tokens": manifests["validation"].total_tokens if "validation" in manifests else 0,
     }
     write_if_changed(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")

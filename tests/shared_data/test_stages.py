@@ -193,9 +193,9 @@ class Runs:
         self.names: list[str] = []
         plain = executor.write_commit
 
-        def counted(record, key, outputs, counts):
+        def counted(record, *rest):
             self.names.append(f"{record.parent.name}/{record.stem.split('-')[0]}")
-            return plain(record, key, outputs, counts)
+            return plain(record, *rest)
 
         monkeypatch.setattr(executor, "write_commit", counted)
 
