@@ -36,10 +36,10 @@ def estimate(context: Context) -> dict[str, Any]:
             "tokens_expected": tokens if there is not None else None,
             "shards": math.ceil(wanted / context.config.shard_size_tokens),
             "disk_bytes": 2 * text_bytes + TOKEN_BYTES * (tokens + wanted),
-            "seconds": text_bytes / BYTES_PER_SECOND_PER_WORKER / context.workers,
+            "seconds": text_bytes / BYTES_PER_SECOND_PER_WORKER / context.workers.count,
         }
     free = shutil.disk_usage(_existing(context.layout.root)).free
-    return {"sources": sources, "disk_bytes_free": free, "workers": context.workers}
+    return {"sources": sources, "disk_bytes_free": free, "workers": context.workers.count}
 
 
 def _text_bytes(source: Source, root: Path) -> int | None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from shared_data.commits import Commit, FileState, known_state, read_commit
 from shared_data.config import Mixture, PipelineConfig, Source
 from shared_data.errors import UserError
-from shared_data.executor import Task, run_by_source
+from shared_data.executor import Task, Workers, run_by_source
 from shared_data.files import write_if_changed
 from shared_data.layout import Layout
 from shared_data.manifest import sidecar_path
@@ -33,7 +33,7 @@ class Context:
     config: PipelineConfig
     sources: tuple[Source, ...]
     """The sources to work on, in the mixture's order."""
-    workers: int
+    workers: Workers
     config_name: str
     """The file that the config came from, for errors."""
 

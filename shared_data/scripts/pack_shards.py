@@ -19,7 +19,7 @@ from shared_data import options
 from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
 from shared_data.console import run_app, say
-from shared_data.executor import Task, run_tasks
+from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
@@ -170,17 +170,22 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
     return tasks
 
 
-def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> tuple[Manifest, list[Commit]]:
-    """Write a split's shards, then its manifest."""
-    folder = packed_split(context.layout, split)
-    if not _is_of(folder, packing.info):
-        # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    commits = run_tasks(tasks, workers=context.workers, label=f"pack {split}")
-    remove_strays(folder, [shard_name(index) for index in range(len(tasks))])
-    manifest = build_manifest(folder)
-    write_if_changed(folder / MANIFEST_NAME, manifest.to_json())
-    return manifest, commits
+def write_shards(context: Context, packing: Packing) -> tuple[dict[str, Manifest], list[Commit]]:
+    """Write the shards of all splits, then a manifest for each; returns these and the tasks' commits."""
+    tasks = pack_tasks(context, packing)
+    for split in tasks:
+        folder = packed_split(context.layout, split)
+        if not _is_of(folder, packing.info):
+            # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    commits = run_by_source(tasks, workers=context.workers, label=STAGE)
+    manifests = {}
+    for split in tasks:
+        folder = packed_split(context.layout, split)
+        remove_strays(folder, [shard_name(index) for index in range(len(tasks[split]))])
+        manifests[split] = build_manifest(folder)
+        write_if_changed(folder / MANIFEST_NAME, manifests[split].to_json())
+    return manifests, [commit for own in commits.values() for commit in own]
 
 
 def _is_of(folder: Path, info: CorpusInfo) -> bool:
@@ -195,10 +200,7 @@ def run(context: Context) -> dict[str, Any]:
     check_tokenizer(context.config, context.config_name)
     packing = plan_packing(context)
     layout = context.layout
-    manifests, commits = {}, []
-    for split, tasks in pack_tasks(context, packing).items():
-        manifests[split], done = finish_split(context, packing, split, tasks)
-        commits += done
+    manifests, commits = write_shards(context, packing)
     for split in SPLITS:
         if split not in manifests:
             remove_corpus(packed_split(context.layout, split))
@@ -267,12 +269,17 @@ def pack_shards(
     total_tokens: options.TotalTokensOption = None,
     shard_size_tokens: options.ShardSizeOption = None,
     workers: options.WorkersOption = None,
+    executor: options.ExecutorOption = "pool",
+    ray_address: options.RayAddressOption = None,
+    task_index: options.TaskIndexOption = 0,
+    task_count: options.TaskCountOption = 1,
     data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Mix tokens/ into shards and make pretrain_chinchilla/ of them."""
-    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
-    options.run_stage(run, context, as_json)
+    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
+    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
+    return options.run_stage(run, context, as_json)
 
 
 if __name__ == "__main__":

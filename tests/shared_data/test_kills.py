@@ -40,18 +40,22 @@ def begun(root: Path) -> int:
     return sum(path.read_text().count("\n") for path in (root / "state").rglob("*.attempts"))
 
 
-def in_child(work) -> int:
-    """Run in a forked process; returns its wait status."""
+def start_child(work) -> int:
+    """Run in a forked process, quietly; returns its id."""
     child = os.fork()
     if child == 0:
         try:
-            os.close(2)
-            os.open(os.devnull, os.O_WRONLY)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             work()
             os._exit(0)
         finally:
             os._exit(1)
-    return os.waitpid(child, 0)[1]
+    return child
+
+
+def in_child(work) -> int:
+    """Run in a forked process; returns its wait status."""
+    return os.waitpid(start_child(work), 0)[1]
 
 
 def die_at_call(number: int) -> None:
