@@ -71,7 +71,17 @@ def train(overrides: list[str]) -> None:
     recipe = load_recipe(RECIPE, overrides)
     half = recipe.training.total_steps // 2
     settings = [word for override in overrides for word in ("--set", override)]
-    command = ["pretrain", "--config", RECIPE, "--out", RUN, "--seed", "0", *settings, "--auto-resume"]
+    command: list[str | Path] = [
+        "pretrain",
+        "--config",
+        RECIPE,
+        "--out",
+        RUN,
+        "--seed",
+        "0",
+        *settings,
+        "--auto-resume",
+    ]
     done = newest_step()
     if done < half:
         run(*command, "--max-steps", str(half))

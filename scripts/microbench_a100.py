@@ -71,8 +71,8 @@ def byte_counts(recipe: Recipe) -> dict[str, Any]:
         "estimate_gb": estimate.total_gb,
         "estimate_bytes": estimate.items,
         "checkpoint_bytes": 3 * 4 * parameters,
-        "whole_logits_bytes": 4 * tokens * model.embedding_rows,
-        "logits_chunk_bytes": 4 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
+        "whole_logits_bytes": 2 * tokens * model.embedding_rows,
+        "logits_chunk_bytes": 2 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
     }
 
 
@@ -111,8 +111,8 @@ def print_table(result: dict[str, Any]) -> None:
     rows = [(f"  {name}", size) for name, size in result["estimate_bytes"].items()]
     rows += [
         ("estimate", result["estimate_gb"] * 1e9),
-        ("one chunk of logits", result["logits_chunk_bytes"]),
-        ("all logits, never held", result["whole_logits_bytes"]),
+        ("one chunk of logits, in 16 bits", result["logits_chunk_bytes"]),
+        ("all logits in 16 bits, never held", result["whole_logits_bytes"]),
         ("checkpoint on disk", result["checkpoint_bytes"]),
     ]
     if "peak_gb" in result:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from oracles import relative_error
 
 from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.fused.block import FusedBlock
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.loss import head_cross_entropy
 
@@ -31,18 +32,16 @@ def make_model(config: ModelConfig, router: str = "random") -> GPTOSS:
     model = GPTOSS(config).cuda()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                torch.nn.init.normal_(parameter, std=0.08)
             if name.endswith("sink_bias"):
                 torch.nn.init.normal_(parameter, std=2.0)
-            if name.endswith("router.weight") and router == "tied":
-                parameter.zero_()
+            elif "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.0 if "router" in name and router == "tied" else 0.05)
             parameter.copy_(parameter.bfloat16())
     return model
 
 
-def float64_block(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
-    """One block written out in float64, from its parameters; ties go to the lowest expert."""
+def float64_attention(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """x + attention(norm(x)) written out in float64."""
     block, config = model.blocks[layer], model.config
     n_heads, n_kv, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
     batch, seq_len, width = x.shape
@@ -62,9 +61,17 @@ def float64_block(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
     scores = (q @ k.transpose(2, 3) / head_dim**0.5).masked_fill(hidden, -math.inf)
     sink = block.attn.sink_bias.double().clamp(-10, 15)[None, :, None, None].expand(batch, -1, seq_len, 1)
     probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    x = x + (probs @ v).transpose(1, 2).reshape(batch, seq_len, -1) @ block.attn.o_proj.weight.double().t()
+    return x + (probs @ v).transpose(1, 2).reshape(batch, seq_len, -1) @ block.attn.o_proj.weight.double().t()
 
-    h = F.rms_norm(x, (width,), block.moe_norm.weight.double(), config.norm_eps)
+
+def float64_feed_forward(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """x + experts(norm(x)) written out in float64; ties go to the lowest expert.
+
+    The norm's output is rounded to bf16, as the experts get it, so that both precisions route a token alike.
+    """
+    block, config = model.blocks[layer], model.config
+    h = F.rms_norm(x, (x.shape[-1],), block.moe_norm.weight.double(), config.norm_eps)
+    h = h + (h.bfloat16().double() - h).detach()
     logits, experts = (h @ block.moe.router.weight.double().t()).sort(dim=-1, descending=True, stable=True)
     weights = torch.zeros_like(logits).scatter(-1, experts[..., :2], logits[..., :2].softmax(-1))
 
@@ -76,36 +83,56 @@ def float64_block(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
     return x + routed + run(block.moe.shared_experts[0])
 
 
-@pytest.mark.parametrize("moe_dispatch", ["grouped", "triton_grouped"])
-@pytest.mark.parametrize("router", ["random", "tied"])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_block_and_every_gradient_are_within_one_percent_of_float64(layer, router, moe_dispatch):
-    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch), router)
-    block = model.blocks[layer]
+def assert_within_one_percent(ours, theirs, names) -> None:
+    for name, mine, right in zip(names, ours, theirs, strict=True):
+        if right.norm() == 0:
+            assert torch.count_nonzero(mine) == 0, name
+        else:
+            assert relative_error(mine, right) < 1e-2, name
+
+
+def compare_with_float64(model, prefix, fused, exact) -> None:
+    """Output and the gradients of x and of every parameter under `prefix` of the block."""
     x = torch.randn(2, 512, 256, device="cuda").bfloat16().requires_grad_()
     upstream = torch.randn(2, 512, 256, device="cuda").bfloat16()
-    parameters = dict(block.named_parameters())
+    names = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+    parameters = [dict(model.named_parameters())[name] for name in names]
     poison()
     with torch.autocast("cuda", torch.bfloat16):
-        y, stats = block(x, model.rotary.tables(torch.arange(512, device="cuda")))
-    ours = torch.autograd.grad((y * upstream).float().sum(), [x, *parameters.values()])
-
+        y = fused(x)
+    ours = torch.autograd.grad((y.float() * upstream.float()).sum(), [x, *parameters])
     exact_x = x.detach().double().requires_grad_()
-    exact = float64_block(model, layer, exact_x)
-    theirs = torch.autograd.grad((exact * upstream.double()).sum(), [exact_x, *parameters.values()])
-    # A token whose second and third expert are nearly even may be routed otherwise in bf16; few are.
-    assert relative_error(y, exact) < (1e-2 if router == "tied" else 5e-2)
-    if router == "tied":
-        assert stats.expert_load_E.tolist() == [0.5, 0.5] + [0.0] * 6
-        for name, mine, right in zip(["x", *parameters], ours, theirs, strict=True):
-            if right.norm() == 0:
-                assert torch.count_nonzero(mine) == 0, name
-            elif "router" not in name:
-                assert relative_error(mine, right) < 1e-2, name
-    else:
-        assert all(torch.isfinite(mine).all() for mine in ours)
-        errors = sorted(relative_error(mine, right) for mine, right in zip(ours, theirs, strict=True))
-        assert errors[len(errors) // 2] < 5e-2
+    right = exact(exact_x)
+    theirs = torch.autograd.grad((right * upstream.double()).sum(), [exact_x, *parameters])
+    assert_within_one_percent([y, *ours], [right, *theirs], ["y", "x", *names])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_and_every_gradient_are_within_one_percent_of_float64(layer):
+    model = make_model(FUSED)
+    halves, rotary = FusedBlock(FUSED, layer), model.rotary.tables(torch.arange(512, device="cuda"))
+    compare_with_float64(
+        model, f"blocks.{layer}.attn",
+        lambda x: halves.attention(model.blocks[layer], x, rotary),
+        lambda x: float64_attention(model, layer, x),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("moe_dispatch", ["grouped", "triton_grouped"])
+@pytest.mark.parametrize("router", ["random", "tied"])
+def test_experts_and_every_gradient_are_within_one_percent_of_float64(router, moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch), router)
+    halves = FusedBlock(model.config, 0)
+    loads = []
+
+    def fused(x):
+        y, stats = halves.feed_forward(model.blocks[0], x)
+        loads.append(stats.expert_load_E)
+        return y
+
+    compare_with_float64(model, "blocks.0.moe", fused, lambda x: float64_feed_forward(model, 0, x))
+    if router == "tied":  # two experts with every token, six with none
+        assert loads[0].tolist() == [0.5, 0.5] + [0.0] * 6
 
 
 def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
