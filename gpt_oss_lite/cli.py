@@ -17,6 +17,7 @@ import typer
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.inspection import inspect
+from shared_data.page import corpus
 from shared_data.prepare_data import prepare
 from shared_data.verify import verify
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(prepare)
 app.command()(verify)
 app.command()(inspect)
+app.command()(corpus)
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -13,6 +13,7 @@ from shared_data import options
 from shared_data.console import run_app, say
 from shared_data.estimate import estimate, show
 from shared_data.executor import PARENT_PIPE_VARIABLE
+from shared_data.page import write_page
 
 STAGES = ("download_raw", "clean", "tokenize", "pack_shards")
 REPORTS = ("download", "clean", "tokenize", "pack")
@@ -87,6 +88,7 @@ def prepare(
             return 0
         if code:
             return code
+    say(f"page: {write_page(context)}")
     if as_json:
         reports = [context.layout.reports / f"{name}.json" for name in REPORTS]
         print(json.dumps([json.loads(path.read_bytes()) for path in reports if path.is_file()], indent=2))
