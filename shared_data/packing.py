@@ -18,6 +18,7 @@ import safetensors
 from safetensors.numpy import save as save_safetensors
 
 from shared_data.config import Mixture, PipelineConfig, Source
+from shared_data.config.schema import TokenizerConfig
 from shared_data.errors import UserError
 from shared_data.executor import Result
 from shared_data.files import write_atomic
@@ -266,6 +267,8 @@ class PackShard:
     begin: int
     end: int
     streams: tuple[Path, ...]
+    tokenizer: TokenizerConfig
+    """Of the passkey inserts."""
     info: CorpusInfo
     position: Position
     key: str
@@ -291,7 +294,7 @@ class PackShard:
             for row in range(writer.done, len(plan.n_tokens)):
                 begin, length = int(plan.offset[row]), int(plan.n_tokens[row])
                 if plan.stream[row] == INSERT:
-                    writer.add(Insert.of_code(begin, length).ids(load_tokenizer(self.info.tokenizer_name)))
+                    writer.add(Insert.of_code(begin, length).ids(load_tokenizer(self.tokenizer.name)))
                 else:
                     writer.add(stream(self.streams[plan.stream[row]])[begin : begin + length])
             sha256 = writer.finish()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared_data.commits import fingerprint
+from shared_data.config.schema import TokenizerConfig
 from shared_data.errors import UserError
 from shared_data.layout import Layout
 from shared_data.links import share_file
@@ -33,6 +34,7 @@ class Origin:
     folder: Path
     info: CorpusInfo
     streams: tuple[Path, ...]
+    tokenizer: TokenizerConfig
     bounds: dict[str, list[list[int]]]
     """Per split and shard: its slice of the plan, and its tokens."""
 
@@ -49,9 +51,9 @@ class Origin:
             if record.is_file() and {layout.shards, layout.corpus} & {folder.absolute(), folder.absolute().parent}:
                 known = json.loads(record.read_bytes())
                 streams = tuple(root / path for path in known["streams"])
-                return cls(
-                    layout, folder.absolute(), CorpusInfo.model_validate(known["info"]), streams, known["bounds"]
-                )
+                tokenizer = TokenizerConfig.model_validate(known["tokenizer"])
+                info = CorpusInfo.model_validate(known["info"])
+                return cls(layout, folder.absolute(), info, streams, tokenizer, known["bounds"])
         raise UserError(
             f"{folder}: the plan of its packing (state/{PLAN_RECORD}) is not beside it, so that no shard can be "
             "rebuilt; prepare the corpus again, or copy the bad files from where it came"
@@ -84,7 +86,8 @@ class Origin:
         plan = folder / f"plan-{split}.idx"
         key = fingerprint("repair", self.info.corpus, split, index)
         try:
-            result = PackShard(plan, begin, end, self.streams, self.info, position, key, made).run()
+            work = PackShard(plan, begin, end, self.streams, self.tokenizer, self.info, position, key, made)
+            result = work.run()
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{made.name} cannot be rebuilt ({error}); run the tokenize and pack stages again"

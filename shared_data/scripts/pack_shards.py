@@ -96,8 +96,9 @@ def plan_packing(context: Context) -> Packing:
         bounds[split] = cut_into_shards(plan, split, info)
     report = describe_plan(info, documents, plans, bounds["train"])
     relative = [os.path.relpath(path, context.layout.root) for path in streams]
-    known = {"corpus": info.corpus, "info": info.model_dump(), "streams": relative, "bounds": bounds, "report": report}
-    write_atomic(record, json.dumps(known))
+    known = {"corpus": info.corpus, "bounds": bounds, "report": report}
+    origin = {"info": info.model_dump(), "streams": relative, "tokenizer": context.config.tokenizer.model_dump()}
+    write_atomic(record, json.dumps({**known, **origin}))
     return Packing(info, streams, bounds, report)
 
 
@@ -164,7 +165,9 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
             key = fingerprint(packing.info.corpus, split, index, begin, end)
             position = Position.model_validate({"split": split, "index": index, "count": len(bounds)})
             output = folder / shard_name(index)
-            work = PackShard(plan, begin, end, packing.streams, packing.info, position, key, output)
+            work = PackShard(
+                plan, begin, end, packing.streams, context.config.tokenizer, packing.info, position, key, output
+            )
             record = context.layout.state / STAGE / f"{split}-{index:05d}.json"
             tasks[split].append(Task(record, key, n_tokens * TOKEN_BYTES, work))
     return tasks
