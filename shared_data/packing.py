@@ -24,7 +24,7 @@ from shared_data.executor import Result
 from shared_data.files import write_atomic
 from shared_data.long_context import Insert, pack_windows, window_counts, window_inserts
 from shared_data.manifest import TOKEN_DTYPE, CorpusInfo, Position, sidecar_path
-from shared_data.mixture import Supply, check_supply, interleave, is_validation, rest_of_shares, shuffled
+from shared_data.mixture import Supply, check_supply, interleave, is_validation, shuffled
 from shared_data.shard_writer import ShardWriter, safe_progress, split_into_shards
 from shared_data.tokenizer import load_tokenizer
 from shared_data.tokenizing import HEADER_BYTES, read_index
@@ -108,7 +108,7 @@ def plan_splits(
     """Choose and order the documents of training, of its long-context share, and of validation.
 
     Long-context windows take whole documents first, at most `share` of total_tokens, each source its weight of them.
-    The shares of the rest are such that both together hold the mixture. Validation takes at most `validation_share` of
+    The others go on from there, so that both together hold the mixture. Validation takes at most `validation_share` of
     total_tokens, in the mixture's shares as far as the documents go.
 
     Raises:
@@ -134,9 +134,8 @@ def plan_splits(
         plans["long"] = _plan_windows(documents, windows, config)
     train = [np.concatenate([_without(order[0], own), *order[1:]]) for order, own in zip(orders, windows, strict=True)]
     charged = [len(own) * config.pack.long_context.window_tokens for own in windows]
-    rest = total_tokens - sum(charged)
-    shares = rest_of_shares(weights, charged, reachable)
-    plans["train"] = _gather(documents, train, interleave(_supplies(documents, shares, train), rest, "stop"))
+    chosen = interleave(_supplies(documents, weights, train), total_tokens, "stop", charged)
+    plans["train"] = _gather(documents, train, chosen)
     if len(plans["train"].n_tokens) == 0:
         raise UserError("the mixture cannot hold even for one document; give more text")
     validation = _plan_validation(documents, weights, held_out, config, total_tokens)
