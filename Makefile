@@ -36,7 +36,7 @@ types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
 unit: $(STAMP)  ## pytest
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
 clean:  ## remove caches (not .venv, data or runs)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -139,6 +139,49 @@ def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
     )
 
 
+class Setting(NamedTuple):
+    """How a recipe's step is cut to fit."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    grad_checkpoint_every: int | None
+    """Recompute every n-th block; None: none."""
+    loss_chunk_size: int
+
+    def overrides(self) -> list[str]:
+        """The setting as `--set` words."""
+        every = self.grad_checkpoint_every
+        return [
+            f"training.micro_batch_size={self.micro_batch_size}",
+            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            f"training.grad_checkpoint={'false' if every is None else 'true'}",
+            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
+            f"training.loss_chunk_size={self.loss_chunk_size}",
+        ]
+
+
+def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, MemoryEstimate] | None:
+    """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
+
+    As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
+    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
+
+    Returns:
+        The setting and its estimate; None where nothing fits.
+    """
+    windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
+    model = meta_model(recipe.model)
+    for every in (None, 3, 2, 1):
+        for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
+            for chunk in (16384, 8192, 4096, 2048):
+                estimate = estimate_model_memory_gb(
+                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk
+                )
+                if estimate.total_bytes <= available_bytes:
+                    return Setting(micro_batch, windows // micro_batch, every, chunk), estimate
+    return None
+
+
 def _saved_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalves) -> int:
     """Bytes that one block keeps for its backward pass, per token; `compute` is the size of the compute dtype."""
     width, hidden = config.d_model, config.expert_hidden_size
@@ -177,8 +220,7 @@ def assert_fits_in_available_gpu(estimate: MemoryEstimate) -> bool:
     if estimate.total_bytes <= available:
         return True
     say(
-        f"warning: the step is estimated at {estimate.total_gb:.1f} GB, and the GPU has {available / 1e9:.1f} GB free: "
-        "a smaller training.micro_batch_size (with more training.gradient_accumulation_steps) or "
-        "training.grad_checkpoint: true needs less"
+        f"warning: the step is estimated at {estimate.total_gb:.1f} GB, and the GPU has {available / 1e9:.1f} GB free; "
+        f"`gpt-oss-lite estimate --gpu-gb {available / 1e9:.0f}` with the recipe finds what fits"
     )
     return False

@@ -7,7 +7,13 @@ import torch
 
 from gpt_oss_lite.config import ModelConfig, load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.memory import MemoryEstimate, assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import (
+    MemoryEstimate,
+    assert_fits_in_available_gpu,
+    estimate_model_memory_gb,
+    estimate_recipe,
+    fastest_that_fits,
+)
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml")
 SMALL = ModelConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, window_size=32,
@@ -122,3 +128,20 @@ def test_too_large_a_step_is_one_warning_and_no_stop(monkeypatch, capsys):
 def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert assert_fits_in_available_gpu(MemoryEstimate({"weights": 10**15}))
+
+
+@pytest.mark.parametrize(
+    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 32, None), (40, 8, None), (24, 4, None), (12.5, 1, None)]
+)
+def test_the_fastest_setting_that_fits_recomputes_as_little_as_it_can(gb, micro_batch, every):
+    setting, estimate = fastest_that_fits(RECIPE, int(gb * 1e9))
+    assert estimate.total_gb <= gb
+    assert (setting.micro_batch_size, setting.grad_checkpoint_every) == (micro_batch, every)
+    assert setting.micro_batch_size * setting.gradient_accumulation_steps == 32
+
+
+def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
+    setting, estimate = fastest_that_fits(RECIPE, 24 * 10**9)
+    again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
+    assert estimate_recipe(again).total_bytes == estimate.total_bytes
+    assert fastest_that_fits(RECIPE, 5 * 10**9) is None
