@@ -18,6 +18,8 @@ import typer
 from gpt_oss_lite.report.commands import monitor, report
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
+from shared_data.inspection import inspect
+from shared_data.page import corpus
 from shared_data.prepare_data import prepare
 from shared_data.verify import verify
 
@@ -37,6 +39,8 @@ app.command()(prepare)
 app.command()(verify)
 app.command()(report)
 app.command()(monitor)
+app.command()(inspect)
+app.command()(corpus)
 
 Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -26,7 +26,7 @@ from gpt_oss_lite.training.knobs import autocast
 from shared_data.console import ProgressReporter, progress
 from shared_data.errors import UserError, require_extra
 from shared_data.files import atomic_writer
-from shared_data.passkeys import NEEDLE, QUESTION, draw_key
+from shared_data.passkeys import NEEDLE, QUESTION, draw_evaluation_key
 from shared_data.tokenizer import Tokenizer
 
 FILLER = (
@@ -189,7 +189,7 @@ def passkey(
                 for depth in depths:
                     rng = np.random.default_rng([seed, length, round(depth * 10**6)])
                     pairs = [
-                        passkey_text(tokenizer, length, depth, draw_key(rng, evaluation=True), filler, rng)
+                        passkey_text(tokenizer, length, depth, draw_evaluation_key(rng), filler, rng)
                         for _ in range(trials)
                     ]
                     cells.append(_measure(model, length, depth, pairs, report))

@@ -23,7 +23,7 @@ from gpt_oss_lite.inference.passkey import (
 )
 from gpt_oss_lite.model.transformer import GPTOSS
 from shared_data.errors import UserError
-from shared_data.passkeys import KEY_MAX, KEY_MIN, draw_key, is_evaluation_key
+from shared_data.passkeys import KEYS, draw_evaluation_key, evaluation_keys, is_evaluation_key, training_keys
 from shared_data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()
@@ -40,16 +40,13 @@ def model() -> GPTOSS:
 
 
 def test_keys_of_evaluation_and_training_are_disjoint_and_share_their_tokens():
-    keys = range(KEY_MIN, KEY_MAX + 1)
-    sides = {side: [key for key in keys if is_evaluation_key(key) == side] for side in (True, False)}
-    assert len(sides[True]) == 9_000
-    assert len(sides[False]) == 81_000
+    assert sorted([*evaluation_keys(), *training_keys()]) == list(KEYS)
+    assert len(evaluation_keys()) == 9_000
     for part in (slice(0, 3), slice(3, 5)):  # the tokenizer takes digits by three
-        tokens = [{str(key)[part] for key in keys_of_side} for keys_of_side in sides.values()]
+        tokens = [{str(key)[part] for key in keys_of_side} for keys_of_side in (evaluation_keys(), training_keys())]
         assert tokens[0] == tokens[1]
     rng = np.random.default_rng(0)
-    assert all(is_evaluation_key(draw_key(rng, evaluation=True)) for _ in range(300))
-    assert not any(is_evaluation_key(draw_key(rng, evaluation=False)) for _ in range(300))
+    assert all(is_evaluation_key(draw_evaluation_key(rng)) for _ in range(300))
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
