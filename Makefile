@@ -38,7 +38,7 @@ types: $(STAMP)  ## mypy
 unit: $(STAMP)  ## pytest
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
-torture: $(STAMP)  ## 100 kills, 10,000 fuzzed cases and every fault: over an hour is usual on a busy machine
+torture: $(STAMP)  ## 100 kills, 10,000 fuzzed cases and every fault, in about half an hour
 	$(BIN)/python scripts/torture.py --kills 100 --fuzz 10000
 
 clean:  ## remove caches (not .venv, data or runs)
