@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from shared_data.passkeys import FILLER, TRAINING_KEYS, answer, question, statement
+from shared_data.passkeys import ANSWER, FILLER, NEEDLE, QUESTION, training_keys
 from shared_data.tokenizer import Tokenizer
 
 # The sentences have at most 59 bytes and the EOS follows: 64 tokens are enough for any byte-level tokenizer.
@@ -116,7 +116,7 @@ class Insert:
 
 
 def _sentence_ids(tokenizer: Tokenizer, key: int, asks: bool) -> list[int]:
-    return tokenizer.encode(question() + answer(key) if asks else statement(key))
+    return tokenizer.encode((QUESTION + ANSWER if asks else NEEDLE).format(key=key))
 
 
 @functools.lru_cache(maxsize=8)
@@ -141,6 +141,7 @@ def window_inserts(gap: int, n_documents: int, seed: int, source: str, window: i
     Key and place are a function of seed, source and the window's number.
     """
     digest = hashlib.sha256(f"passkey/{seed}/{source}/{window}".encode()).digest()
-    key = TRAINING_KEYS[int.from_bytes(digest[:8], "little") % len(TRAINING_KEYS)]
+    keys = training_keys()
+    key = keys[int.from_bytes(digest[:8], "little") % len(keys)]
     place = int.from_bytes(digest[8:16], "little") % n_documents
     return Insert(key, False, gap - gap // 2), Insert(key, True, gap // 2), place

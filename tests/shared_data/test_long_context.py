@@ -10,7 +10,7 @@ from pipeline_corpus import WEIGHTS, context_of, edit_yaml, hashes, make_corpus,
 
 from shared_data.long_context import INSERT_TOKENS, Insert, pack_windows
 from shared_data.manifest import Manifest, build_manifest, read_sidecar
-from shared_data.passkeys import EVALUATION_KEYS, TRAINING_KEYS, answer, question, statement
+from shared_data.passkeys import ANSWER, NEEDLE, QUESTION, is_evaluation_key, training_keys
 from shared_data.tokenizer import load_tokenizer
 
 WINDOW = 1024
@@ -78,17 +78,12 @@ def test_each_gap_tells_a_training_key_and_asks_for_it_at_the_end(packed):
             texts.append(tokenizer.decode(ids[begin : begin + length - 1].tolist()))
             assert sidecar.n_bytes[index] == len(texts[-1].encode())
         key = int(re.search(r"The pass key is (\d{5})\. Remember", texts[0])[1])
-        assert texts[0].endswith(statement(key))
-        assert texts[1].endswith(question() + answer(key))
+        assert texts[0].endswith(NEEDLE.format(key=key))
+        assert texts[1].endswith((QUESTION + ANSWER).format(key=key))
         keys.append(key)
     assert len(keys) > 8
-    assert set(keys) <= set(TRAINING_KEYS)
+    assert not any(is_evaluation_key(key) for key in keys)
     assert len(set(keys)) > 8
-
-
-def test_the_evaluations_keys_are_never_in_training():
-    assert not set(TRAINING_KEYS) & set(EVALUATION_KEYS)
-    assert len(TRAINING_KEYS) == len(EVALUATION_KEYS) == 45_000
 
 
 def test_the_manifest_counts_windows_and_inserts(packed):
@@ -188,7 +183,7 @@ def test_packing_fills_windows_tightly():
     assert filled.mean() / 4096 > 0.95
 
 
-@pytest.mark.parametrize("key", [TRAINING_KEYS[0], TRAINING_KEYS[-1]])
+@pytest.mark.parametrize("key", [training_keys()[0], training_keys()[-1]])
 def test_an_insert_has_its_length_whatever_the_length(key):
     tokenizer = load_tokenizer()
     for asks in (False, True):
