@@ -38,6 +38,9 @@ types: $(STAMP)  ## mypy
 unit: $(STAMP)  ## pytest
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
+torture: $(STAMP)  ## 100 kills, 10,000 fuzzed cases and every fault: over an hour is usual on a busy machine
+	$(BIN)/python scripts/torture.py --kills 100 --fuzz 10000
+
 clean:  ## remove caches (not .venv, data or runs)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from gpt_oss_lite.report.commands import monitor, report
+from gpt_oss_lite.training import checkpoint_commands
+from gpt_oss_lite.training.doctor import doctor
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.inspection import inspect
@@ -37,6 +39,8 @@ app = typer.Typer(
 )
 app.command()(prepare)
 app.command()(verify)
+app.command()(doctor)
+app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.command()(report)
 app.command()(monitor)
 app.command()(inspect)

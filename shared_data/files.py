@@ -31,7 +31,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # it may be a link, that would lead the write elsewhere
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

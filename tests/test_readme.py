@@ -78,4 +78,5 @@ def test_every_command_is_in_the_table():
     from gpt_oss_lite.cli import app
 
     names = {info.name or info.callback.__name__ for info in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
     assert names == set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))

@@ -196,8 +196,36 @@ def test_resuming_from_a_step_that_is_not_there(options, capsys):
 
 def test_a_damaged_run_record(options, capsys):
     assert command(options) == 0
+    before = (options.out / "run.json").read_text()
     (options.out / "run.json").write_text("{")
-    refused(dataclasses.replace(options, resume_latest=True), capsys, "run.json is damaged")
+    for path in (options.out / "checkpoints").glob("rng_*"):
+        path.rename(f"{path}.away")
+    capsys.readouterr()
+    assert command(dataclasses.replace(options, resume_latest=True)) == 2
+    *warnings, error = capsys.readouterr().err.splitlines()
+    assert "error: " in error
+    assert "run.json is damaged" in error
+    assert len(warnings) == 2
+    assert all("rng_step_" in line for line in warnings)
+    for path in (options.out / "checkpoints").glob("*.away"):
+        path.rename(path.with_suffix(""))
+    assert command(dataclasses.replace(options, resume_latest=True, max_steps=5)) == 0
+    assert "run.json is damaged" in capsys.readouterr().err
+    assert (options.out / "run.json").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_a_flipped_digit_in_a_runs_own_files_is_never_taken(options, capsys, name):
+    """A digit of the seed or of the rate: still valid JSON and YAML, and another run."""
+    assert command(options) == 0
+    path = options.out / name
+    before = path.read_text()
+    changed = before.replace('"seed": 1,', '"seed": 2,').replace("lr: 0.01", "lr: 0.02")
+    assert changed != before
+    path.write_text(changed)
+    assert command(dataclasses.replace(options, resume_latest=True, max_steps=6)) == 0
+    assert f"{name} is" in capsys.readouterr().err
+    assert path.read_text() == before
 
 
 class TestRunFolders:

@@ -92,8 +92,9 @@ def digests(run: Path, step: int) -> dict[str, str]:
     return {name: about["sha256"] for name, about in meta["files"].items()}
 
 
-def start_run(**options: Any) -> subprocess.Popen[str]:
-    """Start `pretrain(PretrainOptions(**options))` in its own process, which exits with the code that it returns."""
+def start_run(before: str = "", **options: Any) -> subprocess.Popen[str]:
+    """Start `pretrain(PretrainOptions(**options))` in its own process, which exits with the code that it returns; the
+    code in `before` runs first."""
     call = ", ".join(f"{key}={value!r}" for key, value in options.items()).replace("PosixPath", "Path")
     code = (
         "import sys\nfrom pathlib import Path\nimport typer\nfrom gpt_oss_lite.training.pretrain import *\n"
@@ -101,6 +102,7 @@ def start_run(**options: Any) -> subprocess.Popen[str]:
         f"@app.command()\ndef go() -> None:\n    raise typer.Exit(pretrain(PretrainOptions({call})))\n"
         "sys.exit(run_app(app, []))"
     )
+    code = f"{before}\n{code}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -73,6 +73,16 @@ class TrainingConfig(ConfigBlock):
     """Non-finite micro-batch losses in a row that send the run back to its newest checkpoint."""
     nan_guard_max_rollbacks: int = Field(3, ge=0)
     """Rollbacks after which the run gives up with exit code 4."""
+    nan_guard_lr_factor: float = Field(1.0, gt=0, le=1)
+    """The rate is multiplied by this after a rollback, for nan_guard_lr_steps steps; 1: as scheduled."""
+    nan_guard_lr_steps: int = Field(200, ge=0)
+    """Steps after a rollback's checkpoint that nan_guard_lr_factor holds for."""
+    spike_zscore: float = Field(8.0, ge=0)
+    """Standard deviations above its running mean at which a step's loss or gradient norm is an event; 0: off."""
+    spike_window: int = Field(200, ge=2)
+    """Steps that the running mean and deviation look back over; the first so many steps are never spikes."""
+    skip_spikes: bool = False
+    """Also skip the update of a step that is a spike, as the NaN guard skips a non-finite one."""
 
     # Logging and saving
     log_interval: int = Field(50, ge=1)
@@ -80,7 +90,11 @@ class TrainingConfig(ConfigBlock):
     save_interval: int = Field(2000, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_last_n: int = Field(3, ge=1)
-    """Newest checkpoints kept; multiples of 10 x save_interval stay besides."""
+    """Newest checkpoints kept; those of keep_every stay besides."""
+    keep_every: int | None = Field(None, ge=0)
+    """Checkpoints at multiples of this step are kept for ever; 0: none. Null: 10 x save_interval."""
+    mirror: str | None = Field(None, min_length=1)
+    """Second home of the run: an fsspec URL (s3://bucket/runs, file:///mnt/other) that checkpoints are copied to."""
     eval_interval: int = Field(0, ge=0)
     """Steps between evaluations on the validation shards; there is one at the start and the end too; 0: none."""
     eval_windows: int = Field(64, ge=1)
@@ -93,12 +107,19 @@ class TrainingConfig(ConfigBlock):
     """Project of the run in Weights & Biases."""
 
     @property
+    def resolved_keep_every(self) -> int:
+        """Step whose multiples' checkpoints stay for ever; 0: none."""
+        return 10 * self.save_interval if self.keep_every is None else self.keep_every
+
+    @property
     def resolved_decay_steps(self) -> int:
         """Length of the final decay of wsd in steps."""
         return self.decay_steps or max(self.total_steps // 10, 1)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.skip_spikes and not (self.spike_zscore and self.nan_guard):
+            raise ValueError("skip_spikes is true: it needs spike_zscore above 0 and nan_guard: true")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {list(self.betas)}: both must be at least 0 and less than 1")
         if self.warmup_steps >= self.total_steps:

@@ -14,16 +14,14 @@ weights_only=True.
 
 import hashlib
 import json
-import os
-import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
@@ -31,15 +29,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, kept_steps
+from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.seeding import restore_rng
 from gpt_oss_lite.training.snapshot import (
     DamagedCheckpoint,
     Snapshot,
+    applying,
+    check_weights_fit,
     load_model_tensors,
     load_optimizer,
     load_scheduler,
+    read_tensors,
     take_snapshot,
 )
+from gpt_oss_lite.training.whole_files import as_os_error, assert_whole, atomic_path
 from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write_atomic
@@ -67,10 +71,12 @@ class CheckpointManager:
 
     def list_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is complete, ascending."""
-        if not self.folder.is_dir():
-            return []
-        steps = (int(path.stem.rsplit("_", 1)[1]) for path in self.folder.glob("meta_step_*.json"))
-        return sorted(step for step in steps if self._is_complete(step))
+        return [step for step in self.marked_steps() if self._is_complete(step)]
+
+    def marked_steps(self) -> list[int]:
+        """Steps that have a meta, ascending: those that are complete, and those that something damaged."""
+        matches = (_FILE_NAME.fullmatch(path.name) for path in self.folder.glob("meta_step_*.json"))
+        return sorted(int(match[2]) for match in matches if match is not None)
 
     def latest_step(self) -> int | None:
         """The newest complete step; None when there is none."""
@@ -78,7 +84,7 @@ class CheckpointManager:
 
     def newest_good(self, at_most: int | None = None) -> int | None:
         """The newest step whose files match their hashes; each damaged one is named in a warning and passed over."""
-        for step in reversed(self.list_checkpoints()):
+        for step in reversed(self.marked_steps()):
             if at_most is not None and step > at_most:
                 continue
             try:
@@ -100,7 +106,7 @@ class CheckpointManager:
             digest = meta.pop("meta_sha256")
             expected = {self._path(kind, step).name for kind in KINDS}
             well_formed = (
-                digest == _digest(meta)
+                digest == digest_of(meta)
                 and (meta["format"], meta["step"]) == (FORMAT_VERSION, step)
                 and meta["files"].keys() == expected
             )
@@ -109,7 +115,7 @@ class CheckpointManager:
             raise DamagedCheckpoint(
                 f"{self.folder} has no complete checkpoint of step {step} (complete: {steps})"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IsADirectoryError):
             well_formed = False
         if not well_formed:
             raise DamagedCheckpoint(f"{path} is damaged; choose another step")
@@ -153,9 +159,14 @@ class CheckpointManager:
         self.prune(newest=step)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. An older checkpoint of the same step is void from the first byte on."""
+        """Write a snapshot. An older checkpoint of the same step is void from the first byte on.
+
+        Raises:
+            OSError: it could not be written whole, or has no room; there is no meta of this step then.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         step = snapshot.step
+        assert_room_to_write(self.folder, snapshot.n_bytes + OVERHEAD_BYTES)
         self._remove(self._path("meta", step))
         files: dict[str, dict[str, Any]] = {}
         writers: dict[str, Callable[[Path], None]] = {
@@ -166,11 +177,12 @@ class CheckpointManager:
         }
         for kind, write in writers.items():
             path = self._path(kind, step)
-            with _atomic_path(path) as temporary:
+            with atomic_path(path) as temporary, as_os_error(path):
                 write(temporary)
+                assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
         meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
-        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": _digest(meta)}, indent=2) + "\n")
+        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": digest_of(meta)}, indent=2) + "\n")
 
     # Loading
 
@@ -202,23 +214,18 @@ class CheckpointManager:
         if step is None:
             raise UserError(f"{self.folder} has no complete checkpoint")
         meta = self.verify(step) if check_hashes else self.meta(step)
+        _, optim, sched, rng, _ = self.files(step)
         load_model_tensors(model, self._path("model", step))
         if optimizer is not None:
-            load_optimizer(model, optimizer, self._read_tensors("optim", step))
+            with applying(optim):
+                load_optimizer(model, optimizer, read_tensors(optim))
         if scheduler is not None:
-            load_scheduler(scheduler, self._read_tensors("sched", step))
+            with applying(sched):
+                load_scheduler(scheduler, read_tensors(sched))
         if with_rng:
-            restore_rng(self._read_tensors("rng", step))
+            with applying(rng):
+                restore_rng(read_tensors(rng))
         return meta
-
-    def _read_tensors(self, kind: str, step: int) -> dict[str, Any]:
-        path = self._path(kind, step)
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise DamagedCheckpoint(
-                f"{path} does not hold tensors, numbers and strings ({type(error).__name__})"
-            ) from None
 
     # Pruning
 
@@ -236,9 +243,8 @@ class CheckpointManager:
         if n < 1:
             raise ValueError(f"n is {n}: at least 1 checkpoint stays")
         steps = [step for step in self.list_checkpoints() if newest is None or step <= newest]
-        for step in steps[:-n]:
-            if not (self.keep_every and step % self.keep_every == 0):
-                self.delete_checkpoint(step)
+        for step in sorted(set(steps) - kept_steps(steps, n, self.keep_every)):
+            self.delete_checkpoint(step)
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete one checkpoint.
@@ -266,6 +272,10 @@ class CheckpointManager:
         suffix = {"model": "safetensors", "meta": "json"}.get(kind, "pt")
         return self.folder / f"{kind}_step_{step}.{suffix}"
 
+    def files(self, step: int) -> list[Path]:
+        """The paths of a step's files, meta last."""
+        return [self._path(kind, step) for kind in (*KINDS, "meta")]
+
     def _is_complete(self, step: int) -> bool:
         try:
             files = self.meta(step)["files"]
@@ -280,31 +290,9 @@ class CheckpointManager:
             fsync_folder(path.parent)
 
 
-def _digest(meta: dict[str, Any]) -> str:
-    """SHA-256 of a meta's content, so that a flipped digit in it is noticed too."""
-    return hashlib.sha256(json.dumps(meta, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-@contextmanager
-def _atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path for writers that open files by name: fsynced and renamed when the block ends without an error.
-
-    `shared_data.files.atomic_writer` hands out an open file; safetensors replaces the file behind a name, so an fsync
-    through a descriptor opened before would reach the wrong one.
-    """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        yield temporary
-        os.chmod(temporary, mode)  # safetensors' own file is for its owner alone, whatever the umask
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of a JSON file's content, so that a flipped digit in it is noticed too."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -317,6 +305,21 @@ def checkpoint_folder(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder")
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def _check_size_before_building(config: ModelConfig, path: Path) -> None:
+    """Hold a config's size against the file's header, so that a forged one cannot ask for any amount of memory."""
+    try:
+        with safe_open(path, "pt") as file:
+            n_tensors = len(list(file.keys()))
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+    if config.n_layers * config.n_experts > n_tensors:
+        raise UserError(
+            f"{path} is of another model: it has {n_tensors} tensors, but its meta says {config.n_layers} layers of "
+            f"{config.n_experts} experts"
+        )
+    check_weights_fit(meta_model(config), path)
 
 
 def load_model(
@@ -345,6 +348,7 @@ def load_model(
         raise UserError(
             f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"
         ) from None
+    _check_size_before_building(config, manager.folder / f"model_step_{step}.safetensors")
     model = GPTOSS(config)
     meta = manager.load(model, step)
     return model.to(device).eval(), meta

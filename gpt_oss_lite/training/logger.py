@@ -4,6 +4,7 @@ A row is one JSON object on one line, appended and flushed. Rows after a checkpo
 so that metrics.jsonl has one row a logged step. events.jsonl is the run's history and only grows.
 """
 
+import errno
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from gpt_oss_lite.training.flops import format_mfu
 from gpt_oss_lite.training.trackers import Tracker, guarded, scalars
-from shared_data.console import count_with_unit, say
+from shared_data.console import count_with_unit, describe, say
 from shared_data.files import write_atomic
 
 Clock = Callable[[], float]
@@ -75,33 +76,48 @@ class TrainingLogger:
     def __init__(self, folder: Path, suffix: str = "", trackers: Sequence[Tracker] = ()) -> None:
         self._metrics = folder / "metrics.jsonl"
         self._events = folder / "events.jsonl"
+        self._unwritten: dict[Path, bytes] = {}
         self._suffix = suffix
         self._trackers = list(trackers)
 
     def log(self, row: dict[str, Any], total_steps: int, seconds_left: float | None) -> None:
         """Append a row to metrics.jsonl and print it for a person."""
-        _append(self._metrics, row)
+        self._append(self._metrics, row)
         self._track(lambda tracker: tracker.log(row["step"], scalars("train", row)))
         say(console_line(row, total_steps, seconds_left) + self._suffix)
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Append an event to events.jsonl."""
-        _append(self._events, {"event": kind, "step": step, "time": time.time(), **details})
+        self._append(self._events, {"event": kind, "step": step, "time": time.time(), **details})
         if kind == "eval":
             self._track(lambda tracker: tracker.log(step, scalars("eval", details)))
 
     def cut(self, after_step: int, keep: Callable[[int], bool] = lambda step: True) -> None:
         """Drop the metrics rows of later steps, a torn last line, and rows of steps that `keep` refuses."""
         rows = read_rows(self._metrics) if self._metrics.exists() else []
+        rows += [json.loads(line) for line in self._unwritten.pop(self._metrics, b"").splitlines()]
         kept = [row for row in rows if row["step"] <= after_step and keep(row["step"])]
-        if self._metrics.exists():
+        if rows or self._metrics.exists():
             write_atomic(self._metrics, "".join(_line(row) for row in kept))
         dropped = [row["step"] for row in rows if row["step"] <= after_step and not keep(row["step"])]
         self._track(lambda tracker: tracker.cut(min([after_step + 1, *dropped])))
 
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        """Append a row; one that the disk refuses is kept, and written with the next. Training goes on: the next save
+        looks at the disk too."""
+        lines = self._unwritten.pop(path, b"") + _line(row).encode()
+        try:
+            _append(path, lines)
+        except OSError as error:
+            self._unwritten[path] = lines
+            say(f"WARNING: {path} NOT WRITTEN: {describe(error)}; trying again with the next line")
+
     def sync(self) -> None:
         """Make both files durable: before each save, so that the log never ends before its checkpoint."""
         for path in (self._metrics, self._events):
+            if path in self._unwritten:
+                _append(path, self._unwritten[path])
+                del self._unwritten[path]
             if path.exists():
                 with open(path, "ab") as file:
                     os.fsync(file.fileno())
@@ -116,12 +132,18 @@ class TrainingLogger:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file of ours. A torn last line, left by a killed process, is passed over."""
+    """The rows of a .jsonl file of ours. A torn last line, left by a killed process, is passed over; so is a damaged
+    one, which is named."""
     rows = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        rows.append(json.loads(line))
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            say(f"warning: {path}, line {number}, is damaged and passed over")
+            continue
+        rows.append(row)
     return rows
 
 
@@ -147,14 +169,20 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    # A process that died while it appended may have left half a line: the new row must not continue it.
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(_line(row).encode())
+def _append(path: Path, lines: bytes) -> None:
+    """Append whole lines, all of them or nothing. A line that a dying process left half-written goes first."""
+    with open(path, "ab+", buffering=0) as file:
+        end = file.tell()
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            end = path.read_bytes().rfind(b"\n") + 1
+            file.truncate(end)
+        try:
+            written = file.write(lines)
+            if written != len(lines):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(lines)} bytes could be written", str(path))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def _line(row: dict[str, Any]) -> str:

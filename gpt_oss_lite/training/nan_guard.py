@@ -15,10 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-# Steps between making flags and reading them.
-LAG_STEPS = 2
+from gpt_oss_lite.training.late import LAG_STEPS, HostCopy
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Verdict:
 class _Pending:
     step: int
     position: int
-    flags_A: Tensor
-    arrived: torch.cuda.Event | None
+    flags_A: HostCopy
 
 
 def micro_batch_flags(losses_A: Tensor, norm: Tensor) -> Tensor:
@@ -59,6 +57,20 @@ def micro_batch_flags(losses_A: Tensor, norm: Tensor) -> Tensor:
     """
     bad_A = ~torch.isfinite(losses_A)
     return bad_A | (~torch.isfinite(norm) & ~bad_A.any())
+
+
+def on_any_rank(flags: Tensor) -> Tensor:
+    """Flags that are set where any rank has set them, so that every rank skips what one must skip; in one process, the
+    flags themselves. A collective: every rank calls it at the same place.
+
+    Args:
+        flags: bool, the same shape on every rank.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return flags
+    counts = flags.to(torch.int32)
+    distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
+    return counts.to(torch.bool)
 
 
 class NanGuard:
@@ -77,14 +89,7 @@ class NanGuard:
 
     def record(self, step: int, position: int, flags_A: Tensor) -> None:
         """Take a step's flags: its number, the stream position of its first window, and the flags on any device."""
-        arrived = None
-        if flags_A.is_cuda:
-            host_A = torch.empty(flags_A.shape, dtype=torch.bool, pin_memory=True)
-            host_A.copy_(flags_A, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            flags_A = host_A
-        self._pending.append(_Pending(step, position, flags_A, arrived))
+        self._pending.append(_Pending(step, position, HostCopy(flags_A)))
 
     def read(self, everything: bool = False) -> Verdict:
         """Read the flags that are LAG_STEPS old, or all of them (before a save, so that its count is whole)."""
@@ -103,8 +108,6 @@ class NanGuard:
 
     def _count(self, pending: _Pending, skipped: list[SkippedStep]) -> int | None:
         """Count one step; the position after the last flag when a streak is too long."""
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
         flags = pending.flags_A.tolist()
         flagged = [index for index, flag in enumerate(flags) if flag]
         if flagged:

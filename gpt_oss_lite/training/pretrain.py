@@ -9,9 +9,10 @@ A step is a function of the run's state and the data alone. All that a run can b
 Shapes: B micro-batch, T positions, D width, A micro-batches of a step.
 """
 
+import os
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from torch import Tensor
 
 from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.background import Outcome
 from gpt_oss_lite.training.dataset import document_ids_of
+from gpt_oss_lite.training.diagnosis import diagnose
 from gpt_oss_lite.training.evaluation import evaluate
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
-from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from gpt_oss_lite.training.run import (
-    MicroBatch,
     PretrainOptions,
     Run,
     open_run,
@@ -36,15 +38,17 @@ from gpt_oss_lite.training.run import (
     restore_start,
 )
 from gpt_oss_lite.training.run_folder import locked
+from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import StopRequest
-from shared_data.console import say
-from shared_data.errors import UserError
+from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
+from shared_data.console import describe, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
 EXIT_DONE = 0
 EXIT_STOPPED = 3
 EXIT_NAN_GUARD = 4
+EXIT_KEYBOARD = 130
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,34 @@ def pretrain(options: PretrainOptions) -> int:
         run = open_run(plan)
         try:
             return train(run, stop)
+        except KeyboardInterrupt:
+            if run.saver.busy:
+                # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
+                # written and closed, and a checkpoint without its meta is none.
+                say("stopped by the keyboard")
+                os._exit(EXIT_KEYBOARD)
+            raise
         finally:
             run.logger.finish()
 
 
 def train(run: Run, stop: StopRequest) -> int:
     """Step until the run's last step, a request to stop, or the NaN guard ends it; the exit code."""
-    training, state = run.recipe.training, run.state
-    if state.step >= run.stop_step:
-        say(f"step {state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
+    if run.state.step >= run.stop_step:
+        say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
-    if state.step == 0:
+    run.saver.reserve(run.model)
+    try:
+        return step_until_the_end(run, stop)
+    except Exception:
+        report_saves(run, run.saver.drain())  # the newest checkpoint is what the next process goes on from
+        raise
+
+
+def step_until_the_end(run: Run, stop: StopRequest) -> int:
+    """The loop of `train`."""
+    training = run.recipe.training
+    if run.state.step == 0:
         evaluate_now(run)
     run.throughput.read()
     while run.state.step < run.stop_step:
@@ -99,9 +120,12 @@ def train(run: Run, stop: StopRequest) -> int:
         last = step == run.stop_step
         saving = last or reason is not None or step % training.save_interval == 0
 
+        report_saves(run, run.saver.outcomes())
+        report_spikes(run, run.spikes.read(everything=saving))
         verdict = run.guard.read(everything=saving)
         report_skips(run, verdict.skipped)
         if verdict.resume_position is not None:
+            report_saves(run, run.saver.drain())  # it may be the checkpoint to go back to
             if run.state.rollbacks >= training.nan_guard_max_rollbacks:
                 return give_up(run, verdict.skipped)
             roll_back(run, verdict.resume_position)
@@ -115,9 +139,11 @@ def train(run: Run, stop: StopRequest) -> int:
         if saving:
             save(run)
         if reason is not None and not last:
+            wait_for_last_save(run)
             say(f"stopped by {reason} after step {step}; go on with --resume latest")
             run.logger.event("stop", step, reason=reason)
             return EXIT_STOPPED
+    wait_for_last_save(run)
     run.logger.event("done", run.state.step)
     say(f"done: {run.state.step} steps in {run.folder}")
     return EXIT_DONE
@@ -135,11 +161,14 @@ def train_step(run: Run) -> StepFigures:
 
     parameters = list(run.model.parameters())
     norm = gradient_norm(parameters)
-    flags_A = micro_batch_flags(torch.stack(losses), norm)
+    ce = torch.stack(ces).sum()
+    flags_A = on_any_rank(micro_batch_flags(torch.stack(losses), norm))
+    spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
     clip_gradients(parameters, training.grad_clip, norm)
-    lr = float(run.scheduler.get_last_lr()[0])
+    lr = set_rate(run)
     if training.nan_guard:
-        update_unless(flags_A.any(), run.optimizer)
+        skip = flags_A.any()
+        update_unless(skip | on_any_rank(spike) if training.skip_spikes else skip, run.optimizer)
         run.guard.record(state.step + 1, run.position, flags_A)
     else:
         run.optimizer.step()
@@ -148,7 +177,7 @@ def train_step(run: Run) -> StepFigures:
     state.step += 1
     run.throughput.count(run.windows_per_step * run.recipe.model.max_seq_len)
     return StepFigures(
-        ce=torch.stack(ces).sum(),
+        ce=ce,
         aux=torch.stack([stat.aux.detach() for stat in stats]).mean(),
         grad_norm=norm,
         lr=lr,
@@ -157,14 +186,14 @@ def train_step(run: Run) -> StepFigures:
     )
 
 
-def next_micro_batches(run: Run) -> list[MicroBatch]:
-    """The step's micro-batches, on the CPU."""
-    try:
-        with run.throughput.waiting():
-            return [next(run.batches) for _ in range(run.recipe.training.gradient_accumulation_steps)]
-    except UserError as error:
-        # A loader's worker hands on its error with its traceback in the message; the last line is ours.
-        raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
+def set_rate(run: Run) -> float:
+    """The rate of the coming update: the schedule's, lowered for a while after a rollback where the recipe says so."""
+    lr = float(run.scheduler.get_last_lr()[0])
+    if run.state.step < run.state.slow_until:
+        lr *= run.recipe.training.nan_guard_lr_factor
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr  # until the schedule's next tick
+    return lr
 
 
 def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tensor, Any]:
@@ -251,12 +280,50 @@ def evaluate_now(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Write the checkpoint of the last step."""
-    started = time.perf_counter()
-    run.logger.sync()
+    """Start writing the checkpoint of the last step; training stands still for the copy alone."""
+    try:
+        run.logger.sync()  # so that the log never ends before its checkpoint
+    except OSError as error:
+        say(f"WARNING: the log could not be made durable: {describe(error)}")
     with run.throughput.paused():
-        run.checkpoints.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
-    run.logger.event("save", run.state.step, seconds=time.perf_counter() - started)
+        waited = run.saver.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
+    run.waits[run.state.step] = waited
+
+
+def report_saves(run: Run, outcomes: list[Outcome]) -> None:
+    """Record the checkpoints whose writing ended."""
+    for outcome in outcomes:
+        waited = run.waits.pop(outcome.step)
+        details = {"seconds": outcome.seconds, "attempts": outcome.attempts, **asdict(waited)}
+        if outcome.error is None:
+            run.logger.event("save", outcome.step, **details)
+        else:
+            run.logger.event("save_failed", outcome.step, error=describe(outcome.error), **details)
+
+
+def wait_for_last_save(run: Run) -> None:
+    """Wait for the checkpoint that the process ends with.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    outcomes = run.saver.drain()
+    report_saves(run, outcomes)
+    if outcomes and outcomes[-1].error is not None:
+        raise outcomes[-1].error
+
+
+def report_spikes(run: Run, spikes: list[Spike]) -> None:
+    """Record steps whose loss or gradient norm stands out."""
+    skipped = run.recipe.training.skip_spikes
+    for spike in spikes:
+        run.logger.event(
+            "spike", spike.step, skipped=skipped, **{k: v for k, v in asdict(spike).items() if k != "step"}
+        )
+        say(
+            f"warning: step {spike.step}: {spike.signal} is {spike.value:.4g}, {spike.zscore:.1f} standard deviations "
+            f"above its mean{'; update skipped' if skipped else ''}"
+        )
 
 
 def report_skips(run: Run, skipped: list[SkippedStep]) -> None:
@@ -277,6 +344,8 @@ def roll_back(run: Run, resume_position: int) -> None:
     run.state.offset = resume_position - run.state.step * run.windows_per_step
     run.state.rollbacks = rollbacks
     run.state.streak = 0
+    if run.recipe.training.nan_guard_lr_factor < 1:
+        run.state.slow_until = run.state.step + run.recipe.training.nan_guard_lr_steps
     run.guard.reset(0)
     run.logger.cut(run.state.step)
     run.logger.event("rollback", run.state.step, from_step=from_step, position=run.position, rollbacks=rollbacks)
@@ -285,9 +354,14 @@ def roll_back(run: Run, resume_position: int) -> None:
 
 
 def give_up(run: Run, skipped: list[SkippedStep]) -> int:
-    """Record that the NaN guard has no rollback left; the exit code."""
-    last = skipped[-1]
-    run.logger.event("give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position)
+    """Record that the NaN guard has no rollback left, with a diagnosis; the exit code."""
+    last, training = skipped[-1], run.recipe.training
+    diagnosis = diagnose(run.model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
+    run.logger.event(
+        "give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position, diagnosis=diagnosis.as_dict()
+    )
+    for line in diagnosis.lines():
+        say(line)
     say(
         f"error: non-finite losses again at step {last.step}, from window {last.position} of the stream, after "
         f"{run.state.rollbacks} rollbacks (training.nan_guard_max_rollbacks); see {run.checkpoints.folder}"

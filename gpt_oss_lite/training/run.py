@@ -1,71 +1,44 @@
-"""A run: what a command asked for, checked before anything is written, and the live objects of the loop."""
+"""A run: the live objects of the loop, new or gone on with."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 
 from gpt_oss_lite.config import ModelConfig, Recipe
-from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
-from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
-from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+from gpt_oss_lite.training.data_order import DataOrder
+from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
+from gpt_oss_lite.training.plan import Plan, PretrainOptions, plan_run
 from gpt_oss_lite.training.run_folder import (
-    ResumeRequest,
-    check_unchanged,
-    choose_run_folder,
     read_record,
     record_new_run,
-    resume_step,
+    run_files,
     versions,
 )
-from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
-from gpt_oss_lite.training.snapshot import check_weights_fit
-from gpt_oss_lite.training.stop import ignore_stop_signals
-from gpt_oss_lite.training.trackers import check_trackers, open_trackers
+from gpt_oss_lite.training.saving import Saver, Waited
+from gpt_oss_lite.training.seeding import fresh_seed, seed_everything
+from gpt_oss_lite.training.spikes import SpikeWatch
+from gpt_oss_lite.training.stream import MicroBatch, open_stream
+from gpt_oss_lite.training.trackers import open_trackers
 from shared_data.console import say
 from shared_data.errors import UserError
 
-MicroBatch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainOptions:
-    """What the command line says, one field an option."""
-
-    config: Path
-    out: Path | None = None
-    seed: int | None = None
-    max_steps: int | None = None
-    max_hours: float | None = None
-    overrides: Sequence[str] = ()
-    resume_from: int | None = None
-    resume_latest: bool = False
-    auto_resume: bool = False
-    init_from: Path | None = None
-    accept_no_nan_guard: bool = False
-    allow_changed: bool = False
-
-    @property
-    def resume(self) -> ResumeRequest:
-        """The options that say whether and where to go on."""
-        return ResumeRequest(self.resume_from, self.resume_latest, self.auto_resume)
+__all__ = ["Plan", "PretrainOptions", "Run", "RunState", "open_run", "plan_run"]
 
 
 @dataclass
@@ -80,21 +53,8 @@ class RunState:
     """Times that the run went back."""
     streak: int = 0
     """Non-finite micro-batches in a row up to here."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be run and where, checked; nothing is written yet."""
-
-    options: PretrainOptions
-    recipe: Recipe
-    folder: Path
-    resuming: bool
-    dataset: PretrainDataset
-    validation: PretrainDataset | None
-    corpus: dict[str, Any]
-    resume_step: int | None
-    """Checkpoint to go on from, verified; None: from the start."""
+    slow_until: int = 0
+    """Steps before this one use the lower rate that follows a rollback."""
 
 
 @dataclass
@@ -105,6 +65,8 @@ class Run:
     folder: Path
     seed: int
     init_from: str | None
+    files: dict[str, str]
+    """Texts of config.yaml and run.json."""
     device: torch.device
     stop_step: int
     dataset: PretrainDataset
@@ -116,12 +78,16 @@ class Run:
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
     checkpoints: CheckpointManager
+    saver: Saver
     guard: NanGuard
+    spikes: SpikeWatch
     logger: TrainingLogger
     throughput: Throughput
     peak_flops: float | None
     state: RunState
     batches: Iterator[MicroBatch]
+    waits: dict[int, Waited] = field(default_factory=dict)
+    """How long training stood still for each checkpoint that is being written."""
 
     @property
     def windows_per_step(self) -> int:
@@ -143,79 +109,13 @@ class Run:
             "model": self.recipe.model.model_dump(mode="json"),
             "rope_scale": self.recipe.model.rope_scale,
             "state": asdict(self.state),
+            "spikes": self.spikes.state(),
             "position": self.position,
             "tokens": self.state.step * self.windows_per_step * self.recipe.model.max_seq_len,
             "seed": self.seed,
+            "run_files": self.files,
             "versions": versions(),
         }
-
-
-def plan_run(options: PretrainOptions) -> Plan:
-    """Read and check everything that can be wrong with a command.
-
-    Raises:
-        UserError, OSError: one line for the person who typed it.
-    """
-    recipe = load_recipe(options.config, options.overrides)
-    _check_options(options, recipe)
-    check_trackers(recipe.training)
-    folder, resuming = choose_run_folder(options.config, options.out, options.resume)
-    step = resume_step(folder, options.resume) if resuming else None
-    rows = recipe.model.embedding_rows
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
-    check_corpus(dataset, recipe.model, recipe.data.data_mix)
-    validation = open_validation(recipe, dataset)
-    corpus = dataset.fingerprint()
-    if resuming:
-        check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
-    elif options.init_from is not None:
-        _check_init_from(options.init_from, recipe)
-    return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step)
-
-
-def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
-    resumes = [options.resume_from is not None, options.resume_latest, options.auto_resume]
-    if sum(resumes) > 1:
-        raise UserError("--resume-from, --resume and --auto-resume are given together: choose one")
-    if options.init_from is not None and options.resume.wanted and not options.auto_resume:
-        raise UserError("--init-from starts a new run from another's weights; it does not go with --resume")
-    for name, value in (("--max-steps", options.max_steps), ("--max-hours", options.max_hours)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {value}: it must be greater than 0")
-    if options.seed is not None:
-        check_seed(options.seed)
-    if not recipe.training.nan_guard and not options.accept_no_nan_guard:
-        raise UserError(
-            "training.nan_guard is false: non-finite steps would reach the weights. If that is meant, say "
-            "--i-accept-no-nan-guard too"
-        )
-
-
-def _check_init_from(init_from: Path, recipe: Recipe) -> None:
-    source = CheckpointManager(checkpoint_folder(init_from))
-    step = source.latest_step()
-    if step is None:
-        raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
-    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
-
-
-def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:
-    """The validation corpus; None without evaluation during training.
-
-    Raises:
-        UserError: training.eval_interval asks for one that is not there.
-    """
-    if not recipe.training.eval_interval:
-        return None
-    path = Path(recipe.data.validation_data_path or dataset.path / "validation")
-    if recipe.data.validation_data_path is None and not path.is_dir():
-        raise UserError(
-            f"training.eval_interval is {recipe.training.eval_interval}, but {path} is not there; set "
-            "data.validation_data_path, or training.eval_interval: 0"
-        )
-    validation = PretrainDataset(path, recipe.model.max_seq_len, recipe.model.embedding_rows)
-    check_corpus(validation, recipe.model)
-    return validation
 
 
 def open_run(plan: Plan) -> Run:
@@ -239,11 +139,13 @@ def open_run(plan: Plan) -> Run:
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
     order = DataOrder(len(plan.dataset), seed)
+    checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
         folder=plan.folder,
         seed=seed,
         init_from=record["init_from"],
+        files=run_files(plan.folder),
         device=device,
         stop_step=options.max_steps or training.total_steps,
         dataset=plan.dataset,
@@ -254,8 +156,10 @@ def open_run(plan: Plan) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         start_schedule=scheduler.state_dict(),
-        checkpoints=CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, 10 * training.save_interval),
+        checkpoints=checkpoints,
+        saver=Saver(checkpoints, None if training.mirror is None else Mirror(training.mirror, plan.folder)),
         guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
+        spikes=SpikeWatch(training.spike_zscore, training.spike_window, device),
         logger=TrainingLogger(
             plan.folder,
             suffix="" if training.nan_guard else " | NaN guard OFF",
@@ -333,6 +237,7 @@ def restore_checkpoint(run: Run, step: int) -> None:
     meta = run.checkpoints.load(run.model, step, run.optimizer, run.scheduler, with_rng=True, check_hashes=False)
     run.state = RunState(**meta["state"])
     run.guard.reset(run.state.streak)
+    run.spikes.load(meta.get("spikes"))
 
 
 def restore_start(run: Run) -> None:
@@ -347,6 +252,7 @@ def restore_start(run: Run) -> None:
         group["lr"] = lr
     run.state = RunState()
     run.guard.reset(0)
+    run.spikes.load(None)
 
 
 def load_other_weights(run: Run, init_from: str) -> None:
@@ -357,20 +263,3 @@ def load_other_weights(run: Run, init_from: str) -> None:
         raise UserError(f"--init-from {init_from}: there is no good checkpoint")
     source.load(run.model, step)
     say(f"[init] weights of step {step} of {init_from}")
-
-
-def open_stream(
-    dataset: PretrainDataset, order: DataOrder, position: int, recipe: Recipe, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for ever."""
-    training = recipe.training
-    loader: DataLoader[MicroBatch] = DataLoader(
-        dataset,
-        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size),
-        num_workers=training.num_workers,
-        pin_memory=training.pin_memory and device.type == "cuda",
-        worker_init_fn=ignore_stop_signals,
-        # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
-        generator=torch.Generator(),
-    )
-    return iter(loader)

@@ -7,6 +7,7 @@ RUN/metrics.jsonl   RUN/events.jsonl   RUN/checkpoints/
 
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import platform
@@ -23,10 +24,10 @@ import torch
 import gpt_oss_lite
 from gpt_oss_lite.config import Recipe
 from gpt_oss_lite.config.recipe import dump_recipe, load_recipe
-from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, digest_of
 from shared_data.console import say
 from shared_data.errors import UserError
-from shared_data.files import TEMPORARY_SUFFIX, write_atomic
+from shared_data.files import TEMPORARY_SUFFIX, sha256_file, write_atomic
 
 RUNS = Path("runs")
 CONFIG_NAME = "config.yaml"
@@ -36,9 +37,10 @@ LOCK_NAME = ".lock"
 # What a run that was killed before it was recorded may have left: the folder counts as empty.
 START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
 
-# Keys that change neither the numbers nor what is on disk, so that a run may go on with other values.
+# Keys that do not change the numbers, so that a run may go on with other values.
 FREE_ON_RESUME = {
-    "training.num_workers", "training.pin_memory", "training.tensorboard", "training.wandb", "training.wandb_project",
+    "training.num_workers", "training.pin_memory", "training.keep_last_n", "training.keep_every", "training.mirror",
+    "training.tensorboard", "training.wandb", "training.wandb_project",
 }  # fmt: skip
 
 
@@ -99,27 +101,61 @@ def _numbered_runs(stem: str) -> list[Path]:
 def record_new_run(folder: Path, recipe: Recipe, seed: int, corpus: dict[str, Any], init_from: str | None) -> None:
     """Write config.yaml and run.json of a new run; run.json last, since its presence makes the folder a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / CONFIG_NAME, dump_recipe(recipe))
-    record = {"seed": seed, "corpus": corpus, "init_from": init_from, "versions": versions()}
-    write_atomic(folder / RECORD_NAME, json.dumps(record, indent=2) + "\n")
+    config = dump_recipe(recipe)
+    write_atomic(folder / CONFIG_NAME, config)
+    record = {
+        "seed": seed,
+        "corpus": corpus,
+        "init_from": init_from,
+        "versions": versions(),
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+    }
+    write_atomic(folder / RECORD_NAME, json.dumps({**record, "sha256": digest_of(record)}, indent=2) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """The content of run.json.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: it or config.yaml is missing or damaged.
     """
-    path = folder / RECORD_NAME
+    path, config = folder / RECORD_NAME, folder / CONFIG_NAME
     try:
         record = json.loads(path.read_bytes())
-        if isinstance(record["seed"], int) and isinstance(record["corpus"], dict) and "init_from" in record:
-            return record
+        good = record.pop("sha256") == digest_of(record)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the run's seed and corpus are unknown") from None
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{path} is damaged: it must hold seed, corpus and init_from")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one that it holds")
+    if not config.is_file() or sha256_file(config) != record["config_sha256"]:
+        raise UserError(f"{config} is missing or not as the run wrote it: its SHA-256 is not the one in {RECORD_NAME}")
+    return record
+
+
+def run_files(folder: Path) -> dict[str, str]:
+    """The texts of config.yaml and run.json: every checkpoint's meta holds them, so that neither can be lost alone."""
+    return {name: (folder / name).read_text() for name in (CONFIG_NAME, RECORD_NAME)}
+
+
+def mend_run_files(folder: Path) -> None:
+    """Put back config.yaml and run.json, where one is missing or damaged, from the newest good checkpoint.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        read_record(folder)
+    except UserError as damage:
+        manager = CheckpointManager(folder / CHECKPOINTS)
+        step = manager.newest_good()
+        files = manager.meta(step).get("run_files") if step is not None else None
+        if not isinstance(files, dict):
+            raise
+        say(f"warning: {damage}; put back as they were at step {step}")
+        for name in (CONFIG_NAME, RECORD_NAME):
+            write_atomic(folder / name, files[name])
 
 
 def check_unchanged(
@@ -176,7 +212,7 @@ def resume_step(folder: Path, resume: ResumeRequest) -> int | None:
         manager.verify(resume.from_step)
         return resume.from_step
     step = manager.newest_good()
-    if step is None and manager.list_checkpoints():
+    if step is None and manager.marked_steps():
         raise UserError(f"{manager.folder}: every checkpoint is damaged")
     return step
 

@@ -1,6 +1,9 @@
 """What a checkpoint holds, taken from and put back into live objects."""
 
-from collections.abc import Mapping
+import copy
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,42 @@ class Snapshot:
     rng: dict[str, Any]
     meta: dict[str, Any]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensors of weights and moments."""
+        moments = (value for entry in self.optimizer["state"].values() for value in entry.values())
+        return sum(t.nbytes for t in (*self.model.values(), *moments) if isinstance(t, Tensor))
+
+
+class HostBuffers:
+    """Memory of the host that snapshots are copied into, kept from one save to the next.
+
+    Beside a GPU it is page-locked: copies then run at the full speed of the bus, and all of them are waited for once.
+    (PyTorch rounds each page-locked block up to a power of two.)
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def reserve(self, model: nn.Module) -> None:
+        """Take the memory now, so that the first save is no slower than the others: weights and both moments."""
+        for name, tensor in _distinct_tensors(model).items():
+            self._buffer(name, tensor).zero_()  # a page is the process's when it is first written
+        for name, parameter in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                self._buffer(f"{key} of {name}", parameter.detach()).zero_()
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of a tensor on the host. From a GPU it is under way until the device is synchronised."""
+        return self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
+
 
 def take_snapshot(
     model: nn.Module,
@@ -38,26 +77,38 @@ def take_snapshot(
     step: int,
     scheduler: LambdaLR | None = None,
     extra_meta: Mapping[str, Any] | None = None,
+    buffers: HostBuffers | None = None,
 ) -> Snapshot:
-    """What a checkpoint of this instant holds. Tensors on the CPU are the live ones, not copies: write before the
-    next step."""
+    """A copy of what a checkpoint of this instant holds; training may go on while it is written.
+
+    Args:
+        model, optimizer, scheduler: as they stand between two steps.
+        step: finished steps.
+        extra_meta: JSON values for meta_step_N.json.
+        buffers: where the copy goes; an earlier snapshot in them must have been written. None: new memory.
+    """
+    buffers = buffers or HostBuffers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:
-                state[names[id(parameter)]] = {
-                    key: value.cpu() if isinstance(value, Tensor) else value
+                name = names[id(parameter)]
+                state[name] = {
+                    key: buffers.copy(f"{key} of {name}", value) if isinstance(value, Tensor) else value
                     for key, value in optimizer.state[parameter].items()
                 }
-    return Snapshot(
+    snapshot = Snapshot(
         step=step,
-        model={name: tensor.detach().cpu().contiguous() for name, tensor in _distinct_tensors(model).items()},
+        model={name: buffers.copy(name, tensor) for name, tensor in _distinct_tensors(model).items()},
         optimizer={"state": state},
-        scheduler={} if scheduler is None else scheduler.state_dict(),
+        scheduler={} if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         rng=capture_rng(),
-        meta=dict(extra_meta or {}),
+        meta=copy.deepcopy(dict(extra_meta or {})),
     )
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return snapshot
 
 
 def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -80,6 +131,27 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             tied[name] = first[id(parameter)]
     return tied
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The content of a .pt file of ours: tensors, numbers and strings, onto the CPU. Nothing of it is executed.
+
+    Raises:
+        DamagedCheckpoint: it is no such file, or holds anything else.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.save stores; a deflated member could unpack to any size.
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings (it is compressed)")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, DamagedCheckpoint):
+        raise
+    except Exception as error:  # a forged file makes the reader fail in any way
+        raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(error).__name__})") from None
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path} does not hold tensors, numbers and strings ({type(content).__name__})")
+    return content
 
 
 def load_model_tensors(model: nn.Module, path: Path) -> None:
@@ -119,8 +191,25 @@ def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Pa
             raise UserError(f"{path} is of another model: {name} is {there} in the file and {here} in the model")
 
 
+@contextmanager
+def applying(path: Path) -> Iterator[None]:
+    """What a file of ours holds is put to use inside; if it does not fit, the file is named."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DamagedCheckpoint(f"{path} does not hold what a checkpoint of this model holds ({text})") from None
+
+
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, entry in content["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
+                raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
+    names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {index: content["state"][name] for index, name in enumerate(ordered) if name in content["state"]}
     # Hyperparameters come from the recipe and rates from the schedule: only the moments and counts are loaded.

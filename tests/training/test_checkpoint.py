@@ -173,7 +173,7 @@ def test_a_missing_or_short_file_makes_a_step_incomplete(tmp_path, kind):
 @pytest.mark.parametrize("n_replaced", range(5))
 def test_a_crash_at_any_rename_leaves_the_older_checkpoint_the_newest(tmp_path, monkeypatch, n_replaced):
     manager, (model, optimizer, scheduler) = save(tmp_path, step=2)
-    real, count = checkpoint.os.replace, iter(range(100))
+    real, count = os.replace, iter(range(100))
 
     def failing_replace(source, target):
         if next(count) == n_replaced:
@@ -262,7 +262,7 @@ def test_a_pickle_in_place_of_tensors_is_not_executed(tmp_path):
     meta = json.loads((tmp_path / "meta_step_2.json").read_text())
     meta["files"][path.name] = {"size": path.stat().st_size, "sha256": checkpoint.sha256_file(path)}
     del meta["meta_sha256"]
-    meta["meta_sha256"] = checkpoint._digest(meta)
+    meta["meta_sha256"] = checkpoint.digest_of(meta)
     (tmp_path / "meta_step_2.json").write_text(json.dumps(meta))
     with pytest.raises(DamagedCheckpoint, match=r"optim_step_2\.pt does not hold tensors"):
         manager.load(model, 2, optimizer)
@@ -275,6 +275,6 @@ def test_meta_cannot_name_files_outside_the_folder(tmp_path):
     meta = json.loads((tmp_path / "a" / "meta_step_2.json").read_text())
     meta["files"]["../rng.pt"] = meta["files"].pop("rng_step_2.pt")
     del meta["meta_sha256"]
-    meta["meta_sha256"] = checkpoint._digest(meta)
+    meta["meta_sha256"] = checkpoint.digest_of(meta)
     (tmp_path / "a" / "meta_step_2.json").write_text(json.dumps(meta))
     assert manager.list_checkpoints() == []

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from gpt_oss_lite.training import logger as logger_module
 from gpt_oss_lite.training.logger import Throughput, TrainingLogger, console_line, format_duration, read_rows
 
 
@@ -77,4 +78,46 @@ def test_a_torn_event_does_not_swallow_the_next(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "save"}\n{"event": "sa')
     TrainingLogger(tmp_path).event("resume", 3)
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert json.loads(lines[2])["event"] == "resume"
+    assert [json.loads(line)["event"] for line in lines] == ["save", "resume"]
+
+
+def test_a_full_disk_loses_no_row_and_tears_none(tmp_path, capsys, monkeypatch):
+    logger = TrainingLogger(tmp_path)
+    logger.log(row(1), 10, 1.0)
+    real, refuse = open, [True]
+
+    class Half:
+        """A file that takes half of what it is given, as a full disk does."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, content):
+            return self.file.write(content[: len(content) // 2]) if refuse[0] else self.file.write(content)
+
+    monkeypatch.setattr(logger_module, "open", lambda *words, **options: Half(real(*words, **options)), raising=False)
+    logger.log(row(2), 10, 1.0)
+    assert "metrics.jsonl NOT WRITTEN" in capsys.readouterr().err
+    assert [entry["step"] for entry in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    with pytest.raises(OSError, match="could be written"):
+        logger.finish()
+    refuse[0] = False
+    logger.log(row(3), 10, 1.0)
+    logger.finish()
+    assert [entry["step"] for entry in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_damaged_line_is_named_and_passed_over(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\xffep": 2}\n[3]\n{"step": 4}\n{"step": 5')
+    assert [entry["step"] for entry in read_rows(path)] == [1, 4]
+    assert f"{path}, line 2, is damaged" in capsys.readouterr().err

@@ -190,7 +190,7 @@ def test_five_in_a_row_go_back_to_the_newest_good_checkpoint_and_pass_over_the_s
     assert [row["lr"] for row in rows] == pytest.approx(
         [clean.recipe.training.lr * clean.scheduler.lr_lambdas[0](step) for step in range(12)]
     )
-    assert run.checkpoints.meta(12)["state"] == {"step": 12, "offset": 16, "rollbacks": 1, "streak": 0}
+    assert run.checkpoints.meta(12)["state"] == {"step": 12, "offset": 16, "rollbacks": 1, "streak": 0, "slow_until": 0}
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_by_a_rollback(tmp_path, corpus, capsys, monkeypatch):
@@ -201,6 +201,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_a_rollback(tmp_path, corp
     def save_and_damage_step_8(run):
         real_save(run)
         if run.state.step == 8:
+            loop.report_saves(run, run.saver.drain())
             path = run.checkpoints.folder / "optim_step_8.pt"
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1

@@ -1,0 +1,340 @@
+"""`gpt-oss-lite doctor`: what could lose a long run, looked at before it starts.
+
+Each check gives one finding in plain words: good, to be noticed, or one that would lose the run. A check that fails
+does not keep the others from being made.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpt_oss_lite.config import Recipe, load_recipe
+from shared_data.console import describe
+from shared_data.errors import UserError
+from shared_data.files import fsync_folder
+
+GOOD, NOTICE, FATAL = "good", "notice", "fatal"
+MARKS = {GOOD: "ok  ", NOTICE: "note", FATAL: "FAIL"}
+
+# The hardware use that a first guess assumes, of the device's bf16 peak.
+ASSUMED_MFU = 0.35
+# Epochs beyond which repeated text is worth much less than new text (Muennighoff et al., 2023, Scaling Data-Constrained
+# Language Models).
+MANY_EPOCHS = 4
+DAY_S = 86_400.0
+FIRST_SANE_TIME = 1_767_225_600.0  # 2026-01-01: this program is younger
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says."""
+
+    check: str
+    state: str
+    """good, notice or fatal."""
+    text: str
+
+
+def doctor(
+    config: Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to be.")] = Path("runs"),
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Step to stop at. Default: total_steps.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
+    findings = []
+    for finding in examine(config, out, max_steps, overrides or []):
+        findings.append(finding)
+        if not as_json:
+            print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
+    fatal = [finding.check for finding in findings if finding.state == FATAL]
+    if as_json:
+        print(json.dumps({"ready": not fatal, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(f"the run would be lost: see {', '.join(fatal)}" if fatal else "ready")
+    return 1 if fatal else 0
+
+
+def examine(config: Path, out: Path, max_steps: int | None, overrides: list[str]) -> Iterator[Finding]:
+    """All findings, in the order of the checks."""
+    yield from _guarded("machine", machine)
+    yield from _guarded("driver", driver)
+    yield from _guarded("clock", lambda: clock(out))
+    try:
+        recipe = load_recipe(config, overrides)
+    except (UserError, OSError) as error:
+        yield Finding("config", FATAL, describe(error))
+        return
+    stop_step = max_steps or recipe.training.total_steps
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "config": lambda: settings(recipe, stop_step),
+        "corpus": lambda: corpus(recipe, stop_step),
+        "disk": lambda: disk(recipe, out, stop_step),
+        "memory": lambda: memory(recipe),
+        "mirror": lambda: second_home(recipe, out),
+        "estimate": lambda: duration(recipe, stop_step),
+    }
+    for name, check in checks.items():
+        yield from _guarded(name, check)
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except (UserError, OSError) as error:
+        yield Finding(name, FATAL, describe(error))
+
+
+def machine() -> Iterator[Finding]:
+    """Processor, memory, versions, limits."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{cores} cores, {ram_bytes() / 1e9:.0f} GB, {platform.system()} {platform.release()}, "
+    yield Finding("machine", GOOD, text + f"Python {platform.python_version()}, PyTorch {torch.__version__}")
+
+
+def driver() -> Iterator[Finding]:
+    """The GPU as PyTorch sees it, against what the driver says."""
+    import torch
+
+    reported = _nvidia_smi()
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        free, total = torch.cuda.mem_get_info()
+        text = f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, CUDA {torch.version.cuda}"
+        yield Finding("driver", GOOD, text + (f", driver {reported[0]}" if reported else ""))
+        if free < 0.9 * total:
+            yield Finding("driver", NOTICE, "another process holds memory of this GPU")
+        if reported and reported[1] not in ("0", "[N/A]"):
+            yield Finding("driver", FATAL, f"{reported[1]} uncorrected memory errors since the last reset of the GPU")
+    elif reported:
+        yield Finding(
+            "driver",
+            FATAL,
+            f"there is a GPU (driver {reported[0]}), but PyTorch (CUDA {torch.version.cuda}) cannot use it: install a "
+            "build of PyTorch that the driver supports",
+        )
+    else:
+        yield Finding("driver", NOTICE, "no GPU: training runs on the processor")
+
+
+def _nvidia_smi() -> tuple[str, str] | None:
+    """Driver version and uncorrected memory errors of the first GPU; None where there is no driver."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    fields = "driver_version,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired as error:
+        raise UserError("nvidia-smi does not answer: the driver hangs") from error
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
+        return None
+    version, _, errors = lines[0].partition(", ")
+    return version, errors.strip()
+
+
+def clock(out: Path) -> Iterator[Finding]:
+    """Whether the time is one that logs and file systems can be trusted with."""
+    now = time.time()
+    text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    if now < FIRST_SANE_TIME:
+        yield Finding("clock", FATAL, f"it says {text}, which is past: set it, or certificates and logs will be wrong")
+        return
+    newest = max((path.stat().st_mtime for path in (out, out.parent, Path(__file__)) if path.exists()), default=0.0)
+    if newest > now + DAY_S:
+        yield Finding("clock", NOTICE, f"it says {text}, but files here are from a later day")
+    else:
+        yield Finding("clock", GOOD, text)
+
+
+def settings(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
+    """Keys that are allowed and yet would lose a run, or much of it."""
+    training = recipe.training
+    yield Finding("config", GOOD, f"{stop_step:,} steps, a checkpoint every {training.save_interval:,}")
+    if not training.nan_guard:
+        yield Finding("config", FATAL, "training.nan_guard is false: one non-finite step would spoil the weights")
+    if training.save_interval > stop_step:
+        yield Finding(
+            "config",
+            FATAL,
+            f"training.save_interval is {training.save_interval}: the only checkpoint would be the last step's "
+            f"({stop_step}), and a crash before it would lose everything",
+        )
+    if training.keep_last_n == 1:
+        yield Finding("config", NOTICE, "training.keep_last_n is 1: a damaged newest checkpoint has none before it")
+    if stop_step > training.total_steps:
+        yield Finding("config", NOTICE, f"steps after {training.total_steps:,} are at the schedule's floor")
+
+
+def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
+    """The corpus as the run will open it, and whether it is long enough."""
+    from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+    from gpt_oss_lite.training.plan import open_validation
+
+    training = recipe.training
+    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    check_corpus(dataset, recipe.model, recipe.data.data_mix)
+    open_validation(recipe, dataset)
+    wanted = stop_step * training.micro_batch_size * training.gradient_accumulation_steps
+    epochs = wanted / len(dataset)
+    text = (
+        f"{dataset.path}: {dataset.total_tokens:,} tokens, {len(dataset):,} windows; the run reads {epochs:.2f} epochs"
+    )
+    yield Finding("corpus", NOTICE if epochs > MANY_EPOCHS else GOOD, text)
+    if dataset.manifest is None:
+        yield Finding(
+            "corpus", NOTICE, "one file without a manifest: damage to it is noticed only where ids are too large"
+        )
+
+
+def disk(recipe: Recipe, out: Path, stop_step: int) -> Iterator[Finding]:
+    """Room for the checkpoints, and whether the file system does what they rely on."""
+    from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
+    from gpt_oss_lite.training.disk import check_room_for_run, checkpoint_bytes, free_bytes, most_checkpoints
+    from gpt_oss_lite.training.memory import meta_model
+
+    n_parameters = meta_model(recipe.model).num_parameters()
+    folder = out / CHECKPOINTS
+    there = len(CheckpointManager(folder).list_checkpoints())
+    warning = check_room_for_run(folder, n_parameters, recipe.training, stop_step, there)
+    most, size = most_checkpoints(recipe.training, stop_step), checkpoint_bytes(n_parameters)
+    text = f"{out}: {free_bytes(out) / 1e9:.3g} GB free; up to {most} checkpoints of {size / 1e9:.3g} GB"
+    yield Finding("disk", FATAL if warning else GOOD, warning or text)
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    seconds = try_atomic_write(place)
+    slow = seconds > 2
+    yield Finding(
+        "disk", NOTICE if slow else GOOD, f"write, fsync and rename work at {place} ({seconds * 1000:.0f} ms for 4 MB)"
+    )
+
+
+def try_atomic_write(folder: Path) -> float:
+    """Write, fsync, rename and delete a file; the seconds that it took.
+
+    Raises:
+        OSError: the file system refuses one of them.
+    """
+    started = time.perf_counter()
+    probe = folder / f".gpt-oss-lite-probe-{os.getpid()}"
+    renamed = probe.with_suffix(".renamed")
+    try:
+        with open(probe, "wb") as file:
+            file.write(os.urandom(4 * 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(probe, renamed)
+        fsync_folder(folder)
+    finally:
+        probe.unlink(missing_ok=True)
+        renamed.unlink(missing_ok=True)
+    return time.perf_counter() - started
+
+
+def memory(recipe: Recipe) -> Iterator[Finding]:
+    """A step's estimate against the device, and the copy that a save takes against the machine."""
+    import torch
+
+    from gpt_oss_lite.training.disk import checkpoint_bytes
+    from gpt_oss_lite.training.memory import estimate_recipe, meta_model
+
+    on_gpu = torch.cuda.is_available()
+    need = estimate_recipe(recipe, device_type="cuda" if on_gpu else "cpu").total_bytes
+    have = torch.cuda.mem_get_info()[0] if on_gpu else available_ram_bytes()
+    place = "the GPU has" if on_gpu else "the machine has"
+    text = f"a step is estimated at {need / 1e9:.1f} GB, {place} {have / 1e9:.1f} GB free"
+    yield Finding("memory", FATAL if need > have else GOOD, text)
+    copy = checkpoint_bytes(meta_model(recipe.model).num_parameters())
+    left = available_ram_bytes() - (0 if on_gpu else need)
+    if copy > left:
+        yield Finding(
+            "memory", FATAL, f"a save copies {copy / 1e9:.1f} GB, but only {max(left, 0) / 1e9:.1f} GB are left for it"
+        )
+    workers = recipe.training.num_workers
+    shared = Path("/dev/shm")
+    if workers and shared.is_dir():
+        batch = 2 * 8 * recipe.training.micro_batch_size * recipe.model.max_seq_len
+        queued, free = 2 * workers * batch, shutil.disk_usage(shared).free
+        if queued > free:
+            yield Finding(
+                "memory",
+                FATAL,
+                f"{workers} loader workers queue {queued / 1e6:.0f} MB in /dev/shm, where {free / 1e6:.0f} MB are "
+                "free: give the container more (--shm-size), or set training.num_workers: 0",
+            )
+
+
+def second_home(recipe: Recipe, out: Path) -> Iterator[Finding]:
+    """Whether training.mirror can be reached."""
+    from gpt_oss_lite.training.mirror import Mirror
+
+    url = recipe.training.mirror
+    if url is None:
+        return
+    try:
+        steps = Mirror(url, out).steps()
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # each store has errors of its own
+        raise UserError(f"training.mirror is {url}: {type(error).__name__}: {error}") from None
+    yield Finding("mirror", GOOD, f"{url} can be read; {len(steps)} checkpoints of {out.name} are there")
+
+
+def duration(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
+    """How long the run takes at an assumed use of the device, and how much of it a crash costs."""
+    import torch
+
+    from gpt_oss_lite.training.flops import device_peak_flops, flops_per_token
+    from gpt_oss_lite.training.logger import format_duration
+
+    training = recipe.training
+    windows = training.micro_batch_size * training.gradient_accumulation_steps
+    flops = windows * recipe.model.max_seq_len * flops_per_token(recipe.model, recipe.model.max_seq_len)
+    peak = device_peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if peak is None:
+        yield Finding("estimate", GOOD, f"{flops / 1e12:,.3g} TFLOP a step; n/a on a device whose peak is not known")
+        return
+    step_s = flops / (ASSUMED_MFU * peak)
+    lost = min(training.save_interval, stop_step) * step_s
+    text = f"about {format_duration(stop_step * step_s)} at {ASSUMED_MFU:.0%} MFU; a crash costs up to "
+    yield Finding("estimate", NOTICE if lost > DAY_S / 4 else GOOD, text + format_duration(lost))
+
+
+def ram_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_ram_bytes() -> int:
+    """Memory that may still be taken, also within a container's limit."""
+    available = ram_bytes()
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdecimal():
+        available = min(available, int(limit[0]) - int(used[0]))
+    return available
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

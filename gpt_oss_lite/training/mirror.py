@@ -1,0 +1,184 @@
+"""A run's second home: an fsspec URL that every committed checkpoint is copied to, and that a lost run comes back from.
+
+    URL/<run folder's name>/config.yaml  run.json  metrics.jsonl  events.jsonl  checkpoints/...
+
+A step's meta is copied last, so a step that is there with its meta is whole. What a failed or killed copy left out is
+copied with the next checkpoint: meta_step_N.json.part says which state of the step the files there belong to, and those
+in the right size are not copied again. Any store that fsspec knows will do: the libraries of s3://, gs:// and others
+are installed besides.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
+from gpt_oss_lite.training.disk import kept_steps
+from gpt_oss_lite.training.snapshot import DamagedCheckpoint
+from shared_data.console import progress, say
+from shared_data.errors import UserError, require_extra
+from shared_data.files import atomic_writer, fsync_folder
+
+RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "events.jsonl")
+BLOCK_BYTES = 16 * 2**20
+
+
+class Mirror:
+    """The copy of one run's folder under a URL.
+
+    Args:
+        url: any URL that fsspec opens; a path is the local file system's.
+        folder: the run's folder; its name is the copy's.
+
+    Raises:
+        UserError: fsspec or the store's library is missing, or the URL is none.
+    """
+
+    def __init__(self, url: str, folder: Path) -> None:
+        fsspec: Any = require_extra("fsspec", "remote")
+        try:
+            self._store, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"training.mirror is {url}: {error}") from None
+        self.url = url
+        self._folder = folder
+        self._root = f"{root.rstrip('/')}/{folder.resolve().name}"
+
+    def holds_run(self) -> bool:
+        """Whether a run of this name is there."""
+        return bool(self._store.exists(f"{self._root}/run.json"))
+
+    def steps(self) -> list[int]:
+        """Steps whose copy is complete, ascending."""
+        self._store.invalidate_cache()
+        place = f"{self._root}/{CHECKPOINTS}"
+        if not self._store.exists(place):
+            return []
+        sizes = {path.rsplit("/", 1)[1]: about["size"] for path, about in self._store.find(place, detail=True).items()}
+        complete = []
+        for name in sizes:
+            if name.startswith("meta_step_") and name.endswith(".json"):
+                try:
+                    files = json.loads(self._store.cat_file(f"{place}/{name}"))["files"]
+                    whole = all(sizes.get(file) == about["size"] for file, about in files.items())
+                    step = int(name.removeprefix("meta_step_").removesuffix(".json"))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
+                complete += [step] if whole else []
+        return sorted(complete)
+
+    def push(self, manager: CheckpointManager) -> list[int]:
+        """Copy the steps that are complete here and not, or not the same, there; then drop those that the manager's
+        rules no longer keep.
+
+        Returns:
+            The steps that were copied.
+        """
+        there = self.steps()
+        for name in RUN_FILES:
+            if (self._folder / name).is_file():
+                self._put(self._folder / name, name)
+        copied = [step for step in manager.list_checkpoints() if self._push_step(manager, step, step in there)]
+        self._prune(manager)
+        return copied
+
+    def _push_step(self, manager: CheckpointManager, step: int, there: bool) -> bool:
+        *files, meta = manager.files(step)
+        name = f"{CHECKPOINTS}/{meta.name}"
+        content = meta.read_bytes()
+        if self._content(name) == content and there:
+            return False
+        self._remove(name)
+        fresh = self._content(f"{name}.part") != content
+        if fresh:
+            self._put(meta, f"{name}.part")
+        for path in files:
+            if fresh or self._size(f"{CHECKPOINTS}/{path.name}") != path.stat().st_size:
+                self._put(path, f"{CHECKPOINTS}/{path.name}")
+        self._put(meta, name)
+        self._remove(f"{name}.part")
+        return True
+
+    def fetch(self, step: int, manager: CheckpointManager) -> None:
+        """Copy a step from there to here, its meta last.
+
+        Raises:
+            DamagedCheckpoint: what arrived does not match its hashes.
+        """
+        manager.folder.mkdir(parents=True, exist_ok=True)
+        paths = manager.files(step)
+        with progress(f"fetch step {step} from {self.url}", None, "B") as report:
+            for path in paths:
+                report.advance(self._download(f"{CHECKPOINTS}/{path.name}", path))
+        manager.verify(step)
+
+    def fetch_run(self) -> None:
+        """Copy the run's own files, run.json last, to a folder that was lost."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name in sorted(RUN_FILES, key=lambda name: name == "run.json"):
+            if self._store.exists(f"{self._root}/{name}"):
+                self._download(name, self._folder / name)
+
+    def _put(self, path: Path, name: str) -> None:
+        target = f"{self._root}/{name}"
+        self._store.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+        self._store.put_file(str(path), target)
+
+    def _content(self, name: str) -> bytes | None:
+        target = f"{self._root}/{name}"
+        return bytes(self._store.cat_file(target)) if self._store.exists(target) else None
+
+    def _size(self, name: str) -> int | None:
+        target = f"{self._root}/{name}"
+        return int(self._store.size(target)) if self._store.exists(target) else None
+
+    def _remove(self, name: str) -> None:
+        if self._store.exists(f"{self._root}/{name}"):
+            self._store.rm_file(f"{self._root}/{name}")
+
+    def _download(self, name: str, path: Path) -> int:
+        total = 0
+        with self._store.open(f"{self._root}/{name}", "rb") as source, atomic_writer(path) as target:
+            while block := source.read(BLOCK_BYTES):
+                target.write(block)
+                total += len(block)
+        fsync_folder(path.parent)
+        return total
+
+    def _prune(self, manager: CheckpointManager) -> None:
+        steps = self.steps()
+        newest = manager.latest_step()
+        past = [step for step in steps if newest is not None and step <= newest]
+        for step in set(past) - kept_steps(past, manager.keep, manager.keep_every):
+            *files, meta = manager.files(step)
+            for path in (meta, *files):
+                self._remove(f"{CHECKPOINTS}/{path.name}")
+
+
+def bring_back(mirror: Mirror, folder: Path, step: int | None) -> None:
+    """Before a run goes on: fetch from its second home what is missing here.
+
+    Args:
+        mirror: the run's.
+        folder: the run's folder, perhaps empty.
+        step: the step asked for; None: the newest, when it is newer than what is here.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+    manager = CheckpointManager(folder / CHECKPOINTS)
+    try:
+        if not (folder / "run.json").is_file() and mirror.holds_run():
+            mirror.fetch_run()
+        here, there = manager.list_checkpoints(), mirror.steps()
+        newest = max(there, default=None)
+        if step is not None and step in there and step not in here:
+            mirror.fetch(step, manager)
+        elif step is None and newest is not None and newest > max(here, default=-1):
+            mirror.fetch(newest, manager)
+    except DamagedCheckpoint as damage:
+        say(f"warning: what came from {mirror.url}: {damage}")
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # each store has errors of its own
+        raise UserError(f"training.mirror is {mirror.url}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,176 @@
+"""What a command asks for, checked before anything of a run is written."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt_oss_lite.config import Recipe
+from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
+from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+from gpt_oss_lite.training.disk import check_room_for_run
+from gpt_oss_lite.training.memory import meta_model
+from gpt_oss_lite.training.mirror import Mirror, bring_back
+from gpt_oss_lite.training.run_folder import (
+    RECORD_NAME,
+    ResumeRequest,
+    check_unchanged,
+    choose_run_folder,
+    mend_run_files,
+    resume_step,
+)
+from gpt_oss_lite.training.seeding import check_seed
+from gpt_oss_lite.training.snapshot import check_weights_fit
+from gpt_oss_lite.training.trackers import check_trackers
+from shared_data.console import say
+from shared_data.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions:
+    """What the command line says, one field an option."""
+
+    config: Path
+    out: Path | None = None
+    seed: int | None = None
+    max_steps: int | None = None
+    max_hours: float | None = None
+    overrides: Sequence[str] = ()
+    resume_from: int | None = None
+    resume_latest: bool = False
+    auto_resume: bool = False
+    init_from: Path | None = None
+    accept_no_nan_guard: bool = False
+    allow_changed: bool = False
+
+    @property
+    def resume(self) -> ResumeRequest:
+        """The options that say whether and where to go on."""
+        return ResumeRequest(self.resume_from, self.resume_latest, self.auto_resume)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run and where, checked; nothing is written yet."""
+
+    options: PretrainOptions
+    recipe: Recipe
+    folder: Path
+    resuming: bool
+    dataset: PretrainDataset
+    validation: PretrainDataset | None
+    corpus: dict[str, Any]
+    resume_step: int | None
+    """Checkpoint to go on from, verified; None: from the start."""
+
+
+def plan_run(options: PretrainOptions) -> Plan:
+    """Read and check everything that can be wrong with a command.
+
+    Raises:
+        UserError, OSError: one line for the person who typed it.
+    """
+    recipe = load_recipe(options.config, options.overrides)
+    _check_options(options, recipe)
+    check_trackers(recipe.training)
+    folder, resuming = choose_run_folder(options.config, options.out, options.resume)
+    resuming = _ask_second_home(options, recipe.training.mirror, folder, resuming)
+    if resuming:
+        mend_run_files(folder)
+    step = resume_step(folder, options.resume) if resuming else None
+    rows = recipe.model.embedding_rows
+    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
+    check_corpus(dataset, recipe.model, recipe.data.data_mix)
+    validation = open_validation(recipe, dataset)
+    corpus = dataset.fingerprint()
+    if resuming:
+        check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
+    elif options.init_from is not None:
+        _check_init_from(options.init_from, recipe)
+    check_room(folder, recipe, options.max_steps)
+    return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step)
+
+
+def _ask_second_home(options: PretrainOptions, url: str | None, folder: Path, resuming: bool) -> bool:
+    """Fetch what a run to be gone on with lacks here; refuse to start a new run over another's second home.
+
+    Returns:
+        Whether there is a run to go on with.
+    """
+    if url is None:
+        return resuming
+    mirror = Mirror(url, folder)
+    if options.resume.wanted:
+        bring_back(mirror, folder, options.resume_from)
+        return resuming or (folder / RECORD_NAME).is_file()
+    if mirror.holds_run():
+        raise UserError(
+            f"training.mirror is {url}: a run named {folder.name} is there already; go on with it (--resume latest), "
+            "or start another (--out elsewhere)"
+        )
+    return resuming
+
+
+def check_room(folder: Path, recipe: Recipe, max_steps: int | None) -> None:
+    """Foresee a full disk: a warning, or, when not even one checkpoint has room, an error.
+
+    Raises:
+        UserError: see `disk.check_room_for_run`.
+    """
+    training, checkpoints = recipe.training, folder / CHECKPOINTS
+    warning = check_room_for_run(
+        checkpoints,
+        meta_model(recipe.model).num_parameters(),
+        training,
+        max_steps or training.total_steps,
+        there=len(CheckpointManager(checkpoints).list_checkpoints()),
+    )
+    if warning:
+        say(f"warning: {warning}")
+
+
+def _check_options(options: PretrainOptions, recipe: Recipe) -> None:
+    resumes = [options.resume_from is not None, options.resume_latest, options.auto_resume]
+    if sum(resumes) > 1:
+        raise UserError("--resume-from, --resume and --auto-resume are given together: choose one")
+    if options.init_from is not None and options.resume.wanted and not options.auto_resume:
+        raise UserError("--init-from starts a new run from another's weights; it does not go with --resume")
+    for name, value in (("--max-steps", options.max_steps), ("--max-hours", options.max_hours)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}: it must be greater than 0")
+    if options.seed is not None:
+        check_seed(options.seed)
+    if not recipe.training.nan_guard and not options.accept_no_nan_guard:
+        raise UserError(
+            "training.nan_guard is false: non-finite steps would reach the weights. If that is meant, say "
+            "--i-accept-no-nan-guard too"
+        )
+
+
+def _check_init_from(init_from: Path, recipe: Recipe) -> None:
+    source = CheckpointManager(checkpoint_folder(init_from))
+    step = source.latest_step()
+    if step is None:
+        raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
+    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
+
+
+def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:
+    """The validation corpus; None without evaluation during training.
+
+    Raises:
+        UserError: training.eval_interval asks for one that is not there.
+    """
+    if not recipe.training.eval_interval:
+        return None
+    path = Path(recipe.data.validation_data_path or dataset.path / "validation")
+    if recipe.data.validation_data_path is None and not path.is_dir():
+        raise UserError(
+            f"training.eval_interval is {recipe.training.eval_interval}, but {path} is not there; set "
+            "data.validation_data_path, or training.eval_interval: 0"
+        )
+    validation = PretrainDataset(path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    check_corpus(validation, recipe.model)
+    return validation

@@ -1,0 +1,93 @@
+"""Saving a run while it trains: the step waits for a copy of its state, a thread writes it.
+
+A save is due while an earlier one is still being written only when writing is slower than training; it then waits. A
+write that failed for good leaves the older checkpoints whole, and the run tries again with its next checkpoint; the
+last save of a process must succeed, or the process says that it failed.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt_oss_lite.training.background import PAUSES_S, BackgroundWriter, Outcome
+from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.mirror import Mirror
+from gpt_oss_lite.training.snapshot import HostBuffers, Snapshot, take_snapshot
+from shared_data.console import say
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Seconds that training stood still for a save."""
+
+    for_earlier_write: float
+    for_copy: float
+
+
+class Saver:
+    """Takes a run's checkpoints.
+
+    Args:
+        manager: where they go.
+        mirror: their second home; a copy that fails is a warning, and made good with the next checkpoint.
+        pauses_s: see BackgroundWriter.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, mirror: Mirror | None = None, pauses_s: tuple[float, ...] = PAUSES_S
+    ) -> None:
+        self._manager, self._mirror = manager, mirror
+        self._writer = BackgroundWriter(pauses_s)
+        self._buffers = HostBuffers()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer.busy
+
+    def reserve(self, model: nn.Module) -> None:
+        """Take the memory of the copies before training."""
+        self._buffers.reserve(model)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: int,
+        scheduler: LambdaLR,
+        extra_meta: Mapping[str, Any],
+    ) -> Waited:
+        """Copy the state between two steps, and start writing it."""
+        started = time.perf_counter()
+        self._writer.wait()
+        free = time.perf_counter()
+        snapshot = take_snapshot(model, optimizer, step, scheduler, extra_meta, self._buffers)
+        self._writer.submit(step, lambda: self._write(snapshot))
+        return Waited(free - started, time.perf_counter() - free)
+
+    def outcomes(self) -> list[Outcome]:
+        """Writes that ended since the last call."""
+        return self._writer.outcomes()
+
+    def drain(self) -> list[Outcome]:
+        """Wait for the write that is going on; writes that ended since the last call."""
+        self._writer.wait()
+        return self._writer.outcomes()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        self._manager.write(snapshot)
+        self._manager.prune(newest=snapshot.step)
+        if self._mirror is None:
+            return
+        try:
+            self._mirror.push(self._manager)
+        except Exception as error:  # each store has errors of its own; none of them may stop the run
+            say(
+                f"WARNING: CHECKPOINT OF STEP {snapshot.step} NOT COPIED to {self._mirror.url} "
+                f"({type(error).__name__}: {error}); it will be with the next one"
+            )

@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""How long a training step waits for a save, beside how long writing takes.
+
+    python scripts/bench_saving.py --parameters 50e6 [--folder DIR] [--saves 3]
+
+A model of about so many parameters is built with the shape of the shipped recipe (on the GPU where there is one), takes
+one AdamW step, and is saved as the training loop saves it.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gpt_oss_lite.config import ModelConfig, TrainingConfig
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.disk import checkpoint_bytes
+from gpt_oss_lite.training.memory import meta_model
+from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
+from gpt_oss_lite.training.saving import Saver
+
+
+def config_of(parameters: float) -> ModelConfig:
+    """The recipe's shape with as many layers as make about so many parameters, with a small vocabulary."""
+    base = {"vocab_size": 8192, "max_seq_len": 64, "yarn_original_max_seq_len": 64, "yarn_target_seq_len": 2048,
+            "eval_max_seq_len": 2048}  # fmt: skip
+    one, two = (meta_model(ModelConfig(**base, n_layers=n)).num_parameters() for n in (1, 2))
+    return ModelConfig(**base, n_layers=max(1, round((parameters - one) / (two - one)) + 1))
+
+
+def main() -> None:
+    """Measure and print one line a save, and the medians."""
+    parser = argparse.ArgumentParser(description="Measure how long training waits for a checkpoint.")
+    parser.add_argument("--parameters", type=float, default=50e6, help="about how many (default 50e6)")
+    parser.add_argument("--saves", type=int, default=4, help="saves to measure (default 4)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = GPTOSS(config_of(options.parameters)).to(device)
+    training = TrainingConfig(warmup_steps=1, total_steps=10)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    size = checkpoint_bytes(model.num_parameters())
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {device}, {size / 1e9:.3f} GB a checkpoint")
+    shares = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        saver = Saver(CheckpointManager(folder, keep=1))
+        saver.reserve(model)
+        for save in range(options.saves):
+            waited = saver.save(model, optimizer, save + 1, scheduler, {})
+            (outcome,) = saver.drain()
+            assert outcome.error is None, outcome.error
+            shares.append(waited.for_copy / outcome.seconds)
+            print(
+                f"save {save}: the step waits {waited.for_copy:.3f} s, writing takes {outcome.seconds:.3f} s "
+                f"({size / outcome.seconds / 1e6:.0f} MB/s): {shares[-1]:.1%}"
+            )
+    print(f"median share {statistics.median(shares):.1%}")
+
+
+if __name__ == "__main__":
+    main()

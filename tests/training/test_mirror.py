@@ -1,0 +1,132 @@
+"""A run's second home: copied after each commit, gone on with where a copy stopped, and the way back for a lost run.
+Tried on a local file system and on fsspec's memory store."""
+
+import dataclasses
+import shutil
+import uuid
+
+import fsspec
+import pytest
+import tiny_run
+
+from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.mirror import Mirror
+from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+from shared_data.errors import UserError
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    return f"file://{tmp_path}/second" if request.param == "file" else f"memory://{uuid.uuid4().hex}/second"
+
+
+@pytest.fixture
+def options(tmp_path, url):
+    corpus = tiny_run.make_corpus(tmp_path / "corpus")
+    recipe = tiny_run.write_recipe(
+        tmp_path / "tiny.yaml", corpus, total_steps=12, save_interval=2, keep_last_n=2, keep_every=4, mirror=url
+    )
+    return PretrainOptions(config=recipe, out=tmp_path / "run", seed=1)
+
+
+def stored(url):
+    """Content of every file under a URL, by its path below it."""
+    store, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(root).lstrip("/"): store.cat_file(path) for path in store.find(root)}
+
+
+def test_the_copy_is_the_run_and_a_lost_run_comes_back_from_it_bit_for_bit(options, url, tmp_path):
+    plain = dataclasses.replace(options, out=tmp_path / "plain", overrides=["training.mirror=null"])
+    assert pretrain(plain) == 0
+    assert pretrain(dataclasses.replace(options, max_steps=6)) == 0
+    mirror = Mirror(url, options.out)
+    assert mirror.steps() == CheckpointManager(options.out / "checkpoints").list_checkpoints() == [4, 6]
+    copies = {name: content for name, content in stored(url).items() if "checkpoints/" in name}
+    here = {f"run/checkpoints/{path.name}": path.read_bytes() for path in (options.out / "checkpoints").iterdir()}
+    assert copies == here
+
+    shutil.rmtree(options.out)  # the machine is gone, and its disk
+    assert pretrain(dataclasses.replace(options, seed=None, auto_resume=True)) == 0
+    assert tiny_run.rows(options.out) == tiny_run.rows(plain.out)
+    assert tiny_run.digests(options.out, 12) == tiny_run.digests(plain.out, 12)
+    assert mirror.steps() == [4, 8, 10, 12]
+
+
+def test_a_copy_that_stopped_is_gone_on_with_and_what_is_there_is_not_copied_again(options, url, monkeypatch):
+    pretrain(dataclasses.replace(options, overrides=["training.mirror=null"], max_steps=4))
+    mirror, manager = Mirror(url, options.out), CheckpointManager(options.out / "checkpoints")
+    real, put = Mirror._put, []
+
+    def failing_put(self, path, name):
+        if len(put) == 7:
+            raise ConnectionError("the network is gone")
+        put.append(name)
+        real(self, path, name)
+
+    monkeypatch.setattr(Mirror, "_put", failing_put)
+    with pytest.raises(ConnectionError):
+        mirror.push(manager)
+    assert mirror.steps() == []
+    before, put[:] = list(put), []
+    monkeypatch.setattr(Mirror, "_put", lambda self, path, name: (put.append(name), real(self, path, name)))
+    assert mirror.push(manager) == [2, 4]
+    assert mirror.steps() == [2, 4]
+    copied_before = {name for name in before if name.endswith((".pt", ".safetensors"))}
+    assert copied_before
+    assert not copied_before & set(put)
+    assert not [name for name in stored(url) if name.endswith(".part")]
+    put.clear()
+    assert mirror.push(manager) == []
+    assert not [name for name in put if "checkpoints" in name]
+
+
+def test_a_step_that_was_saved_again_after_a_rollback_replaces_its_copy(options, url, tmp_path):
+    pretrain(dataclasses.replace(options, max_steps=4))
+    other = dataclasses.replace(options, out=tmp_path / "other" / "run", seed=2, overrides=["training.mirror=null"])
+    pretrain(dataclasses.replace(other, max_steps=4))
+    Mirror(url, other.out).push(CheckpointManager(other.out / "checkpoints"))  # same name, same sizes, other weights
+    name = "checkpoints/model_step_4.safetensors"
+    assert stored(url)[f"run/{name}"] == (other.out / name).read_bytes() != (options.out / name).read_bytes()
+
+
+def test_a_store_that_fails_stops_no_run_and_the_next_copy_makes_it_good(options, url, monkeypatch, capsys):
+    real, calls = Mirror.push, iter(range(100))
+
+    def push(self, manager):
+        if next(calls) < 2:
+            raise TimeoutError("no answer")
+        return real(self, manager)
+
+    monkeypatch.setattr(Mirror, "push", push)
+    assert pretrain(options) == 0
+    assert capsys.readouterr().err.count("NOT COPIED") == 2
+    assert Mirror(url, options.out).steps()[-1] == 12
+
+
+def test_a_damaged_copy_is_not_taken(options, url, capsys):
+    pretrain(dataclasses.replace(options, max_steps=6))
+    store, root = fsspec.core.url_to_fs(url)
+    path = f"{root}/run/checkpoints/model_step_6.safetensors"
+    content = bytearray(store.cat_file(path))
+    content[len(content) // 2] ^= 1
+    store.pipe_file(path, bytes(content))
+    shutil.rmtree(options.out / "checkpoints")
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        pretrain(dataclasses.replace(options, resume_latest=True))
+    assert "model_step_6.safetensors is damaged" in capsys.readouterr().err
+    assert pretrain(dataclasses.replace(options, resume_from=4)) == 0  # the older copy is whole
+
+
+def test_a_new_run_does_not_overwrite_anothers_second_home(options, tmp_path):
+    pretrain(dataclasses.replace(options, max_steps=2))
+    shutil.rmtree(options.out)
+    with pytest.raises(UserError, match="a run named run is there already"):
+        pretrain(options)
+    assert not options.out.exists()
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "s3://bucket/x"], indirect=False)
+def test_a_url_that_cannot_be_opened_is_one_line(options, url):
+    with pytest.raises(UserError, match=rf"training.mirror is {url}: "):
+        pretrain(options)
+    assert not options.out.exists()
