@@ -51,7 +51,8 @@ def write_raw(documents: Iterable[Document], output: Path) -> Result:
                 continue
             counts["kept"] += 1
             counts.update({f"changed.{name}": count for name, count in (document.repairs or {}).items()})
-            line = dumps({"id": document.id, "text": document.text}) + b"\n"
+            url = {"url": document.url} if document.url else {}
+            line = dumps({"id": document.id, **url, "text": document.text}) + b"\n"
             digest.update(line)
             file.write(line)
             counts["bytes"] += len(line)

@@ -8,7 +8,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shared_data.tokenizer import replace_lone_surrogates
 
@@ -18,12 +18,11 @@ _CONTROL = re.compile("[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 Rule = Callable[[str], str | None]
 
 
-@dataclass
-class Cleaned:
+class Cleaned(NamedTuple):
     """A document's text after normalisation, and what was changed in it."""
 
     text: str
-    changes: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, int]
     """Characters by kind of change: lone_surrogates_replaced, nul_removed, control_removed; documents: nfc_changed."""
 
 

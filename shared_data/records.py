@@ -59,6 +59,8 @@ class Document:
     reason: str | None = None
     repairs: Mapping[str, int] | None = None
     """Changes that reading itself had to make: invalid_utf8_replaced, lone_surrogates_replaced."""
+    url: str | None = None
+    """Where the document came from, if its record says so."""
 
 
 def base_suffix(path: Path) -> str:
@@ -219,7 +221,9 @@ def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int]
     repairs = dict(repairs or {})
     if surrogates:
         repairs["lone_surrogates_replaced"] = surrogates
-    return Document(replace_lone_surrogates(str(name))[0], text, None, repairs)
+    url = record.get("url")
+    url = replace_lone_surrogates(url)[0] if isinstance(url, str) else None
+    return Document(replace_lone_surrogates(str(name))[0], text, None, repairs, url)
 
 
 def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:

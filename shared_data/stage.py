@@ -17,7 +17,7 @@ from shared_data.executor import Task, run_by_source
 from shared_data.files import write_if_changed
 from shared_data.layout import Layout
 from shared_data.manifest import sidecar_path
-from shared_data.records import Span, cut_into_spans
+from shared_data.records import Fields, Span, cut_into_spans
 
 MIN_TASK_BYTES = 4 << 20
 MAX_TASK_BYTES = 64 << 20
@@ -50,6 +50,11 @@ class Part:
     path: Path
     bytes: int
     sha256: str
+
+
+def fields_of(source: Source) -> Fields:
+    """Where a source's records keep their text."""
+    return Fields(source.text_field, source.extra_text_field, source.separator)
 
 
 # Stages: (folder below the root, stem and suffix of its files).

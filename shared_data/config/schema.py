@@ -1,10 +1,11 @@
 """The two config files of the pipeline: what to mix (mixture.yaml) and how to prepare it (data_config.yaml)."""
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shared_data.config.quality import Rules, RuleSetName
 from shared_data.yaml_files import ConfigBlock
 
 DEFAULT_SHARD_TOKENS = 50_000_000
@@ -40,6 +41,12 @@ class Source(ConfigBlock):
     """Shortest document kept, in characters. Null: pipeline.quality.min_chars."""
     max_chars: int | None = Field(default=None, ge=1)
     """Longest document kept, in characters. Null: pipeline.quality.max_chars."""
+    rules: RuleSetName | None = None
+    """Quality rules that documents are held to: one of pipeline.rules. Null: none."""
+    limits: dict[str, Any] = {}
+    """Limits of this source's rules that differ from its set's, in the form that pipeline.rules has."""
+    lang: str | None = Field(default=None, pattern=r"^[a-z]{2,3}$")
+    """Language of the documents kept (ISO 639 code, such as en). Null: all."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -49,6 +56,8 @@ class Source(ConfigBlock):
             for key in ("config", "data_dir", "revision"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is {getattr(self, key)!r}: the source {self.id} has files, not a dataset")
+        if self.limits and self.rules is None:
+            raise ValueError(f"the source {self.id} has limits but no rules that they could change")
         return self
 
 
@@ -87,6 +96,10 @@ class Quality(ConfigBlock):
     """Shortest document kept, in characters."""
     max_chars: int = Field(default=1_000_000, ge=1)
     """Longest document kept, in characters."""
+    min_language_score: float = Field(default=0.65, ge=0, le=1)
+    """Least certainty of the language, where a source has lang."""
+    blocked_urls: str | None = None
+    """File of hosts and addresses, one a line: documents whose url is on it, or below one of them, are dropped."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -95,12 +108,47 @@ class Quality(ConfigBlock):
         return self
 
 
+class Redact(ConfigBlock):
+    """Personal data that is replaced by stand-ins."""
+
+    emails: bool = True
+    """E-mail addresses."""
+    ips: bool = True
+    """IP addresses, other than private and reserved ones."""
+
+
+class Decontaminate(ConfigBlock):
+    """Documents that overlap with the test sets of evaluations are dropped."""
+
+    against: dict[str, list[str]] = {}
+    """Name of each test set, and its files (.jsonl or text). Empty: off."""
+    ngram_words: int = Field(default=13, ge=5)
+    """So many words in a row, in common with a test set, drop a document."""
+
+
 class Pipeline(ConfigBlock):
     """Cleaning, and the size of a task."""
 
     quality: Quality = Quality()
+    rules: Rules = Rules()
+    redact: Redact = Redact()
+    decontaminate: Decontaminate = Decontaminate()
     task_bytes: int | None = Field(default=None, ge=1024)
     """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 4 to 64 MiB."""
+
+
+class NearDuplicates(ConfigBlock):
+    """Removal of documents that nearly equal an earlier one, by MinHash and bands, over all sources."""
+
+    enabled: bool = False
+    ngram_words: int = Field(default=5, ge=1)
+    """Documents are compared as sets of so many words in a row."""
+    bands: int = Field(default=14, ge=1)
+    """Parts of a signature; documents that agree in one of them are near duplicates."""
+    rows: int = Field(default=8, ge=1)
+    """Hashes in each part."""
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """Seed of the hashes."""
 
 
 class Dedup(ConfigBlock):
@@ -115,6 +163,7 @@ class Dedup(ConfigBlock):
     """Documents per bucket that the pre-filter is sized for; 0: no pre-filter. It only spares exact comparisons."""
     bloom_error_rate: float = Field(default=0.001, gt=0, lt=1)
     """Share of unique documents that the pre-filter passes on to the exact comparison."""
+    near: NearDuplicates = NearDuplicates()
 
 
 class TokenizerConfig(ConfigBlock):

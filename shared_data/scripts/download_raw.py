@@ -15,9 +15,10 @@ from shared_data.errors import UserError
 from shared_data.executor import Task
 from shared_data.hub import dataset_shards, local_files
 from shared_data.layout import resolve_source_path
-from shared_data.records import Fields, cut_into_spans, find_files
+from shared_data.records import cut_into_spans, find_files
 from shared_data.stage import (
     Context,
+    fields_of,
     finish_source,
     part_path,
     run_parts,
@@ -28,11 +29,6 @@ from shared_data.stage import (
 
 STAGE = "download"
 app = typer.Typer(add_completion=False)
-
-
-def fields_of(source: Source) -> Fields:
-    """Where a source's records keep their text."""
-    return Fields(source.text_field, source.extra_text_field, source.separator)
 
 
 def plan_tasks(context: Context, source: Source) -> list[Task]:
