@@ -21,7 +21,17 @@ from shared_data.files import atomic_writer
 from shared_data.filters import content_digest, length_rule, normalise
 from shared_data.links import share_file
 from shared_data.near import Banding, Signer
-from shared_data.records import Document, Fields, Span, document_of, json_library, parse_json_line, read_lines, text_of
+from shared_data.records import (
+    PLAIN,
+    Document,
+    Fields,
+    Span,
+    document_of,
+    json_library,
+    parse_json_line,
+    read_lines,
+    text_of,
+)
 from shared_data.rules import RuleSetCheck
 from shared_data.screens import LanguageCheck, UrlCheck, contamination_check, redact_emails, redact_ips
 
@@ -35,7 +45,7 @@ class CleanRules:
     min_chars: int
     max_chars: int
     fields: Fields
-    """Where the text is in a raw file that another program wrote; our own keep it in `text`."""
+    """Where the text is: in `text` of our own raw files; in another program's, there or where the source says."""
     n_hash_buckets: int
     rules: RuleSet | None = None
     """Quality rules; None: none."""
@@ -206,7 +216,6 @@ def filter_span(span: Span, rules: CleanRules, counts: Counter[str]) -> Iterator
 
 def read_raw(span: Span, fields: Fields) -> Iterator[Document]:
     """Documents of a piece of raw/SOURCE/data.jsonl, ours or another program's."""
-    ours = Fields("text", None, "")
     for offset, line in read_lines(span):
         where = f"{span.name}@{offset}"
         try:
@@ -214,4 +223,4 @@ def read_raw(span: Span, fields: Fields) -> Iterator[Document]:
         except (ValueError, RecursionError):
             yield Document(where, None, "bad_json")
             continue
-        yield document_of(record, where, fields if text_of(record, fields) is not None else ours, repairs)
+        yield document_of(record, where, fields if text_of(record, fields) is not None else PLAIN, repairs)

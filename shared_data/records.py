@@ -17,26 +17,41 @@ from types import ModuleType
 from typing import Any
 
 from shared_data.errors import UserError, require_extra
+from shared_data.html import text_of_html
 from shared_data.tokenizer import replace_lone_surrogates
 
 CHUNK_BYTES = 1 << 20
 LINE_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
+HTML_SUFFIXES = (".html", ".htm")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, each also with .gz or .zst, and .parquet"
+ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, .html, .htm, each also with .gz or .zst, and .parquet"
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a record keeps its text."""
+    """Where a record keeps its text, and what else is asked of it."""
 
     text_field: str
     extra_text_field: str | None
     separator: str
+    html: bool = False
+    """The text is HTML."""
+    licence_field: str | None = None
+    licences: tuple[str, ...] | None = None
+    """Licences allowed, in small letters; a record whose licence field names none, or another, is dropped."""
 
     def names(self) -> list[str]:
-        """The fields to read."""
+        """The fields of the text."""
         return [name for name in (self.text_field, self.extra_text_field) if name]
+
+    def columns(self) -> list[str]:
+        """All fields that must be there."""
+        return [*self.names(), *([self.licence_field] if self.licence_field else [])]
+
+
+PLAIN = Fields("text", None, "")
+"""Where the stages' own files keep their text."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,7 @@ def find_files(patterns: Sequence[Path], source: str) -> list[Path]:
             raise UserError(f"source {source}: files: {pattern} matches no file")
         found.update(files)
     for path in sorted(found):
-        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, ".parquet"):
+        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, *HTML_SUFFIXES, ".parquet"):
             raise UserError(f"source {source}: files: {path} has a suffix that is not known; {ALLOWED_SUFFIXES}")
     return sorted(found)
 
@@ -216,6 +231,10 @@ def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int]
     text = text_of(record, fields)
     if text is None:
         return Document(where, None, "no_text")
+    if fields.licences is not None and not _is_licensed(record, fields.licences, fields.licence_field):
+        return Document(where, None, "licence")
+    if fields.html:
+        text = text_of_html(text)
     name = next((record[key] for key in ("id", "url") if isinstance(record.get(key), str | int)), where)
     text, surrogates = replace_lone_surrogates(text)
     repairs = dict(repairs or {})
@@ -224,6 +243,13 @@ def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int]
     url = record.get("url")
     url = replace_lone_surrogates(url)[0] if isinstance(url, str) else None
     return Document(replace_lone_surrogates(str(name))[0], text, None, repairs, url)
+
+
+def _is_licensed(record: dict[str, Any], allowed: Sequence[str], field: str | None) -> bool:
+    """Whether a record names a licence and all that it names are allowed."""
+    named = record.get(field or "")
+    names = named if isinstance(named, list) else [named]
+    return bool(names) and all(isinstance(name, str) and name.lower() in allowed for name in names)
 
 
 def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
@@ -238,10 +264,12 @@ def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
         yield document_of(record, where, fields, repairs)
 
 
-def _read_text(span: Span) -> Iterator[Document]:
+def _read_text(span: Span, html: bool) -> Iterator[Document]:
     content = b"".join(read_chunks(span.path))
     text = content.decode("utf-8", "replace")
     repairs = text.count("\ufffd") - content.count("\ufffd".encode())
+    if html:
+        text = text_of_html(text)
     yield Document(span.name, text, None, {"invalid_utf8_replaced": repairs} if repairs else {})
 
 
@@ -252,9 +280,9 @@ def _read_parquet(span: Span, fields: Fields) -> Iterator[Document]:
     try:
         with parquet.ParquetFile(span.path) as file:
             known = file.schema_arrow.names
-            if missing := [name for name in fields.names() if name not in known]:
+            if missing := [name for name in fields.columns() if name not in known]:
                 raise UserError(f"{span.path} has no column {missing[0]!r}; it has: {', '.join(known)}")
-            columns = [*fields.names(), *(name for name in ("id", "url") if name in known)]
+            columns = [*fields.columns(), *(name for name in ("id", "url") if name in known)]
             rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield document_of(row, f"{span.name}@{number}", fields)
@@ -268,7 +296,7 @@ def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
         kind = base_suffix(span.path)
         if kind in LINE_SUFFIXES:
             yield from read_json_lines(span, fields)
-        elif kind in TEXT_SUFFIXES:
-            yield from _read_text(span)
+        elif kind in (*TEXT_SUFFIXES, *HTML_SUFFIXES):
+            yield from _read_text(span, fields.html or kind in HTML_SUFFIXES)
         else:
             yield from _read_parquet(span, fields)

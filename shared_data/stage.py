@@ -53,8 +53,11 @@ class Part:
 
 
 def fields_of(source: Source) -> Fields:
-    """Where a source's records keep their text."""
-    return Fields(source.text_field, source.extra_text_field, source.separator)
+    """Where a source's records keep their text, and what else is asked of them."""
+    licences = None if source.licences is None else tuple(name.lower() for name in source.licences)
+    return Fields(
+        source.text_field, source.extra_text_field, source.separator, source.html, source.licence_field, licences
+    )
 
 
 # Stages: (folder below the root, stem and suffix of its files).

@@ -19,8 +19,8 @@ class Source(ConfigBlock):
     weight: float = Field(gt=0, le=1)
     """Share of the training tokens; the weights of a mixture add up to 1."""
     files: list[str] | None = Field(default=None, min_length=1)
-    """Paths or globs, relative to the working folder: .jsonl, .json (JSON lines), .txt (a document a file), each also
-    .gz or .zst; .parquet."""
+    """Paths or globs, relative to the working folder: .jsonl, .json (JSON lines), .txt and .html (a document a
+    file), each also .gz or .zst; .parquet."""
     dataset: str | None = None
     """Data set of the Hugging Face hub, or a local folder that `datasets` can load."""
     config: str | None = None
@@ -37,6 +37,12 @@ class Source(ConfigBlock):
     """Field whose text follows that of text_field."""
     separator: str = "\n\n"
     """Text between the two."""
+    html: bool = False
+    """Whether the field holds HTML, whose text is wanted. Files named .html always do."""
+    licence_field: str | None = None
+    """Field that names the document's licence, or a list of them."""
+    licences: list[str] | None = None
+    """Licences allowed; documents that name none, or another, are dropped. Null: all are kept."""
     min_chars: int | None = Field(default=None, ge=1)
     """Shortest document kept, in characters. Null: pipeline.quality.min_chars."""
     max_chars: int | None = Field(default=None, ge=1)
@@ -56,6 +62,8 @@ class Source(ConfigBlock):
             for key in ("config", "data_dir", "revision"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is {getattr(self, key)!r}: the source {self.id} has files, not a dataset")
+        if (self.licences is None) != (self.licence_field is None):
+            raise ValueError(f"the source {self.id} must have both licence_field and licences, or neither")
         if self.limits and self.rules is None:
             raise ValueError(f"the source {self.id} has limits but no rules that they could change")
         return self
@@ -170,6 +178,13 @@ class TokenizerConfig(ConfigBlock):
     """Tokenizer and the ids it must have."""
 
     name: str = "llama3"
+    """llama3; or a tokenizer.json, a tiktoken rank file, or ORG/NAME on the hub, with their vocab_size and ids."""
+    revision: str | None = None
+    """Commit or tag of a tokenizer on the hub. Null: the newest."""
+    pattern: str | None = None
+    """Regular expression that splits text before a rank file is applied. Null: LLaMA-3's."""
+    encoder: Literal["auto", "tiktoken"] = "auto"
+    """auto: the fast encoder where it is installed and proves equal to tiktoken at the start. The ids are the same."""
     vocab_size: int = Field(default=128_000, ge=1)
     """BPE ranks, without control ids."""
     eos_token_id: int = Field(default=128_009, ge=0)

@@ -22,7 +22,7 @@ from shared_data.dedup import CompareBuckets, count_digests, duplicates_by_piece
 from shared_data.executor import Task, run_by_source, run_tasks
 from shared_data.layout import resolve_source_path
 from shared_data.near import Banding, CompareBand, linked_documents
-from shared_data.records import find_files
+from shared_data.records import PLAIN, find_files
 from shared_data.stage import (
     Context,
     fields_of,
@@ -48,6 +48,7 @@ def rules_of(source: Source, context: Context) -> CleanRules:
     Raises:
         UserError: its limits are not those of its rules.
     """
+    is_own_raw = stage_record(context.layout, "download", source.id).is_file()
     pipeline, near = context.config.pipeline, context.config.dedup.near
     quality, root = pipeline.quality, context.layout.root
     sets = {
@@ -57,7 +58,7 @@ def rules_of(source: Source, context: Context) -> CleanRules:
     return CleanRules(
         min_chars=source.min_chars or quality.min_chars,
         max_chars=source.max_chars or quality.max_chars,
-        fields=fields_of(source),
+        fields=PLAIN if is_own_raw else fields_of(source),
         n_hash_buckets=context.config.dedup.n_hash_buckets,
         rules=_rule_set(source, context),
         language=source.lang,

@@ -440,7 +440,7 @@ def test_a_stage_without_its_input_names_the_stage_to_run(fresh):
 def test_d27_a_text_that_the_encoder_cannot_do_is_counted_and_the_file_goes_on(fresh, monkeypatch):
     from shared_data.tokenizer import Tokenizer
 
-    plain = Tokenizer.encode
+    plain = Tokenizer.encode_array
     calls = iter(range(10**6))
 
     def broken(self, text):
@@ -448,7 +448,7 @@ def test_d27_a_text_that_the_encoder_cannot_do_is_counted_and_the_file_goes_on(f
             raise ValueError("cannot")
         return plain(self, text)
 
-    monkeypatch.setattr(Tokenizer, "encode", broken)
+    monkeypatch.setattr(Tokenizer, "encode_array", broken)
     reports = run_all(context_of(fresh))
     assert reports["tokenize"]["sources"]["web"]["dropped"] == {"tokenizer_error": 1}
     assert reports["tokenize"]["sources"]["code"]["dropped"] == {}
