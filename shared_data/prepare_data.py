@@ -69,12 +69,13 @@ def prepare(
         {"--mixture": mixture, "--data-config": data_config, "--data-root": data_root, "--workers": workers}
     )
     shared += [word for name in source or () for word in ("--source", name)]
-    sizes = _words({"--total-tokens": total_tokens, "--shard-size-tokens": shard_size_tokens})
+    tokens = _words({"--total-tokens": total_tokens})
+    sizes = {"download_raw": tokens, "pack_shards": tokens + _words({"--shard-size-tokens": shard_size_tokens})}
     skipped = {"download_raw": skip_download, "clean": skip_clean, "tokenize": skip_tokenize}
     for name in STAGES:
         if skipped.get(name):
             continue
-        if code := run_module(name, shared + (sizes if name == "pack_shards" else [])):
+        if code := run_module(name, shared + sizes.get(name, [])):
             return code
     if as_json:
         reports = [context.layout.reports / f"{name}.json" for name in REPORTS]

@@ -7,14 +7,15 @@ any size read each line once. A document that cannot be read is returned as a re
 import functools
 import glob
 import gzip
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from shared_data.errors import UserError, require_extra
 from shared_data.html import text_of_html
@@ -78,10 +79,10 @@ class Document:
     """Where the document came from, if its record says so."""
 
 
-def base_suffix(path: Path) -> str:
+def base_suffix(path: PurePath) -> str:
     """The suffix that says what is in a file, compression apart."""
     suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+    return PurePath(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
 def is_compressed(path: Path) -> bool:
@@ -137,37 +138,56 @@ def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
     Raises:
         UserError: a compressed file is damaged or ends in the middle.
     """
-    if path.suffix.lower() == ".zst":
-        yield from _read_zst(path)
-        return
-    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+    with open(path, "rb") as file:
         file.seek(start)
-        try:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
+        yield from open_decompressed(file, path)
 
 
-def _read_zst(path: Path) -> Iterator[bytes]:
+def open_decompressed(file: BinaryIO, path: PurePath) -> Iterator[bytes]:
+    """The bytes of an open file, decompressed by the suffix of its name. Raises UserError as `read_chunks`."""
+    if path.suffix.lower() == ".zst":
+        yield from _read_zst(file, path)
+        return
+    stream: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+    try:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
+
+
+def _read_zst(file: BinaryIO, path: PurePath) -> Iterator[bytes]:
     """Decompress frame after frame. zstandard's own reader takes a file that is cut off for a short one."""
     zstandard = require_extra("zstandard", "data")
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, started = decompressor.decompressobj(), False
-    with open(path, "rb") as file:
-        try:
-            while chunk := file.read(CHUNK_BYTES):
-                while chunk:
-                    started = True
-                    yield frame.decompress(chunk)
-                    chunk = b""
-                    if frame.eof:
-                        chunk = frame.unused_data
-                        frame, started = decompressor.decompressobj(), False
-        except zstandard.ZstdError as error:
-            raise UserError(f"{path}: the compressed file is damaged ({error})") from None
+    try:
+        while chunk := file.read(CHUNK_BYTES):
+            while chunk:
+                started = True
+                yield frame.decompress(chunk)
+                chunk = b""
+                if frame.eof:
+                    chunk = frame.unused_data
+                    frame, started = decompressor.decompressobj(), False
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path}: the compressed file is damaged ({error})") from None
     if started:
         raise UserError(f"{path}: the compressed file is cut off: its last frame does not end")
+
+
+def lines_of_stream(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, line without its end) of each line of a stream; empty lines are left out."""
+    offset, rest = 0, b""
+    for chunk in chunks:
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if line.strip():
+                yield offset, line
+            offset += len(line) + 1
+    if rest.strip():
+        yield offset, rest
 
 
 def read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
@@ -254,8 +274,15 @@ def _is_licensed(record: dict[str, Any], allowed: Sequence[str], field: str | No
 
 def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
     """The documents of a span of JSON lines."""
-    for offset, line in read_lines(span):
-        where = f"{span.name}@{offset}"
+    return documents_of_lines(read_lines(span), span.name, fields)
+
+
+def documents_of_lines(
+    lines: Iterable[tuple[int, bytes]], name: str, fields: Fields, start: int = 0
+) -> Iterator[Document]:
+    """The documents of JSON lines with their offsets, from number `start` on."""
+    for offset, line in itertools.islice(lines, start, None):
+        where = f"{name}@{offset}"
         try:
             record, repairs = parse_json_line(line)
         except (ValueError, RecursionError):
@@ -273,21 +300,34 @@ def _read_text(span: Span, html: bool) -> Iterator[Document]:
     yield Document(span.name, text, None, {"invalid_utf8_replaced": repairs} if repairs else {})
 
 
-def _read_parquet(span: Span, fields: Fields) -> Iterator[Document]:
+def documents_of_parquet(file: Path | BinaryIO, name: str, fields: Fields, start: int = 0) -> Iterator[Document]:
+    """The documents of a parquet file from row `start` on; of earlier row groups, and other columns, nothing is read.
+
+    Raises:
+        UserError: it is no whole parquet file, or a column is missing.
+    """
     require_extra("pyarrow", "data")
     parquet = require_extra("pyarrow.parquet", "data")
     arrow_errors = require_extra("pyarrow.lib", "data").ArrowException
+    row = 0
     try:
-        with parquet.ParquetFile(span.path) as file:
-            known = file.schema_arrow.names
-            if missing := [name for name in fields.columns() if name not in known]:
-                raise UserError(f"{span.path} has no column {missing[0]!r}; it has: {', '.join(known)}")
-            columns = [*fields.columns(), *(name for name in ("id", "url") if name in known)]
-            rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
-            for number, row in enumerate(rows):
-                yield document_of(row, f"{span.name}@{number}", fields)
+        with parquet.ParquetFile(file) as content:
+            known = content.schema_arrow.names
+            if missing := [column for column in fields.columns() if column not in known]:
+                raise UserError(f"{name} has no column {missing[0]!r}; it has: {', '.join(known)}")
+            columns = [*fields.columns(), *(column for column in ("id", "url") if column in known)]
+            for group in range(content.num_row_groups):
+                n_rows = content.metadata.row_group(group).num_rows
+                if row + n_rows <= start:
+                    row += n_rows
+                    continue
+                for batch in content.iter_batches(1024, row_groups=[group], columns=columns):
+                    for record in batch.to_pylist():
+                        if row >= start:
+                            yield document_of(record, f"{name}@{row}", fields)
+                        row += 1
     except arrow_errors as error:
-        raise UserError(f"{span.path}: not a whole parquet file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{name}: not a whole parquet file ({str(error).splitlines()[0]})") from None
 
 
 def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
@@ -299,4 +339,4 @@ def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
         elif kind in (*TEXT_SUFFIXES, *HTML_SUFFIXES):
             yield from _read_text(span, fields.html or kind in HTML_SUFFIXES)
         else:
-            yield from _read_parquet(span, fields)
+            yield from documents_of_parquet(span.path, span.name, fields)

@@ -23,7 +23,7 @@ EMAIL_STAND_IN = "name@example.com"
 IP_STAND_IN = "192.0.2.1"
 
 _ATOM = r"A-Za-z0-9!#$%&*+/=?^_`{|}~-"
-_EMAIL = re.compile(rf"[{_ATOM}][{_ATOM}.]{{0,63}}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{{2,}}")
+_EMAIL = re.compile(rf"[{_ATOM}][.{_ATOM}]{{0,63}}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{{2,}}")
 _IPV4 = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]*\d)")
 # Global unicast addresses begin with 2 or 3; anything shorter is rather C++ or a slice.
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:)+[0-9A-Fa-f]{0,4}(?![\w:])")

@@ -151,8 +151,13 @@ def source_counts(commits: Iterable[Commit]) -> Counter[str]:
     return total
 
 
-def write_report(context: Context, stage: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
-    """Write a stage's JSON report and show it as a table on standard error.
+def write_report(
+    context: Context,
+    stage: str,
+    counts: Mapping[str, Counter[str]],
+    about: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Write a stage's JSON report, with what else there is to say about sources, and show it as a table.
 
     Documents read are those kept and those dropped, to the last one.
     """
@@ -163,6 +168,7 @@ def write_report(context: Context, stage: str, counts: Mapping[str, Counter[str]
         others = {name: n for name, n in sorted(own.items()) if "." not in name and name not in ("read", "kept")}
         assert own["read"] == own["kept"] + sum(dropped.values()), (source, dict(own))
         sources[source] = {"read": own["read"], "kept": own["kept"], "dropped": dropped, "changed": changed, **others}
+        sources[source].update((about or {}).get(source, {}))
     report: dict[str, Any] = {"stage": stage, "sources": sources}
     write_if_changed(context.layout.reports / f"{stage}.json", json.dumps(report, indent=2) + "\n")
     table = Table(title=f"{stage}: documents", box=None, title_justify="left")

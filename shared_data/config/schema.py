@@ -19,8 +19,8 @@ class Source(ConfigBlock):
     weight: float = Field(gt=0, le=1)
     """Share of the training tokens; the weights of a mixture add up to 1."""
     files: list[str] | None = Field(default=None, min_length=1)
-    """Paths or globs, relative to the working folder: .jsonl, .json (JSON lines), .txt and .html (a document a
-    file), each also .gz or .zst; .parquet."""
+    """Paths or globs, relative to the working folder, or addresses (https://, s3://, ...): .jsonl and .json (JSON
+    lines), each also .gz or .zst, and .parquet; on this machine also .txt and .html (a document a file)."""
     dataset: str | None = None
     """Data set of the Hugging Face hub, or a local folder that `datasets` can load."""
     config: str | None = None
@@ -30,7 +30,9 @@ class Source(ConfigBlock):
     split: str = "train"
     """Split of the data set."""
     revision: str | None = None
-    """Commit or tag of the data set. Null: the newest."""
+    """Commit or tag of the data set. Null: the newest when it is first read; that commit is kept for later runs."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of text after which a data set or addresses are not read on. Null: see pipeline.download_margin."""
     text_field: str = "text"
     """Field that holds the text (JSON lines, parquet and data sets)."""
     extra_text_field: str | None = None
@@ -143,6 +145,9 @@ class Pipeline(ConfigBlock):
     decontaminate: Decontaminate = Decontaminate()
     task_bytes: int | None = Field(default=None, ge=1024)
     """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 4 to 64 MiB."""
+    download_margin: float | None = Field(default=1.5, ge=1)
+    """Data sets and addresses are read until they have given so many times the text that the mixture needs of them.
+    Null: whole."""
 
 
 class NearDuplicates(ConfigBlock):

@@ -476,15 +476,22 @@ def test_a_local_data_set_is_read_file_by_file(fresh):
 
 
 def test_a_data_set_that_cannot_be_opened_is_one_line():
-    from shared_data.hub import _explain
+    from shared_data.config import Source
+    from shared_data.hub import explain
 
     class GatedRepoError(Exception):
         pass
 
-    gated = _explain("bigcode/the-stack-dedup", GatedRepoError("403 Client Error\nAccess is restricted"))
+    gated = explain(
+        Source(id="a", weight=1.0, dataset="bigcode/the-stack-dedup"),
+        GatedRepoError("403 Client Error\nAccess is restricted"),
+    )
     assert "https://huggingface.co/datasets/bigcode/the-stack-dedup" in gated
     assert "hf auth login" in gated
-    assert _explain("x/y", ValueError("no\nsuch thing")) == "cannot be opened (ValueError: no such thing)"
+    assert (
+        explain(Source(id="a", weight=1.0, dataset="x/y"), ValueError("no\nsuch thing"))
+        == "cannot be opened (ValueError: no such thing)"
+    )
 
 
 def test_a_missing_data_set_is_named_with_its_source(fresh):
