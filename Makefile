@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := data,plot,demo,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types unit clean
+.PHONY: help venv demo test docs lint types unit clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,15 +25,18 @@ demo: $(STAMP)  ## raw text -> shards -> a trained, sampled model, under 10 minu
 
 test: lint types unit  ## ruff, mypy and every test that needs no GPU, offline
 
-lint: $(STAMP)
+docs: $(STAMP)  ## write docs/configuration.md and the comments in configs/ anew from the code
+	@$(BIN)/python -m gpt_oss_lite.config.docs
+
+lint: $(STAMP)  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-unit: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not gpu"
+unit: $(STAMP)  ## pytest
+	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
 clean:  ## remove caches (not .venv, data or runs)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

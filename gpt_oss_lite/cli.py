@@ -188,14 +188,30 @@ def estimate(
     overrides: Overrides = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows. Default: training.micro_batch_size.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: model.max_seq_len.")] = None,
+    gpu_gb: Annotated[
+        float | None, typer.Option(min=0, help="Find the fastest setting that fits in so many GB (10^9 bytes).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's memory on a GPU, its parameters and operations, without building it."""
     from gpt_oss_lite.config import load_recipe
     from gpt_oss_lite.training.flops import flops_per_token
-    from gpt_oss_lite.training.memory import estimate_recipe, meta_model
+    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, meta_model
 
     recipe = load_recipe(config, overrides or ())
+    if gpu_gb is not None:
+        if batch_size is not None or seq_len is not None:
+            raise UserError("--gpu-gb chooses the micro-batch itself; it does not go with --batch-size or --seq-len")
+        found = fastest_that_fits(recipe, int(gpu_gb * 1e9))
+        if found is None:
+            raise UserError(f"--gpu-gb is {gpu_gb:g}: nothing fits; a smaller model.max_seq_len or model needs less")
+        setting, fitting = found
+        if as_json:
+            print_json({**setting._asdict(), "bytes": fitting.items, "total_bytes": fitting.total_bytes})
+            return
+        print(" ".join(f"--set {word}" for word in setting.overrides()))
+        print(fitting.table())
+        return
     result = estimate_recipe(recipe, batch_size, seq_len)
     model = meta_model(recipe.model)
     total, active = model.num_parameters(), model.num_active_parameters()

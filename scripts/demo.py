@@ -48,7 +48,7 @@ def demo(
         train(overrides or [])
         samples = draw_samples()
         figures = read_figures(RUN)
-        if is_older(PLOT, RUN / "metrics.jsonl"):
+        if is_older(PLOT, newest_meta()):
             plot_losses(RUN, PLOT)
     summarise(figures, samples, time.monotonic() - started, memory.peak_bytes)
     if figures.last_bpb > LARGEST_RATIO * figures.first_bpb:
@@ -71,7 +71,17 @@ def train(overrides: list[str]) -> None:
     recipe = load_recipe(RECIPE, overrides)
     half = recipe.training.total_steps // 2
     settings = [word for override in overrides for word in ("--set", override)]
-    command = ["pretrain", "--config", RECIPE, "--out", RUN, "--seed", "0", *settings, "--auto-resume"]
+    command: list[str | Path] = [
+        "pretrain",
+        "--config",
+        RECIPE,
+        "--out",
+        RUN,
+        "--seed",
+        "0",
+        *settings,
+        "--auto-resume",
+    ]
     done = newest_step()
     if done < half:
         run(*command, "--max-steps", str(half))
@@ -85,9 +95,14 @@ def newest_step() -> int:
     return CheckpointManager(RUN / CHECKPOINTS).latest_step() or 0
 
 
+def newest_meta() -> Path:
+    """The file that the newest checkpoint was finished with."""
+    return RUN / CHECKPOINTS / f"meta_step_{newest_step()}.json"
+
+
 def draw_samples() -> str:
     """Continuations of one prompt, from greedy to free; kept in a file beside the run."""
-    if is_older(SAMPLES, RUN / CHECKPOINTS / f"meta_step_{newest_step()}.json"):
+    if is_older(SAMPLES, newest_meta()):
         parts = []
         for temperature in TEMPERATURES:
             text = run("generate", "--checkpoint", RUN, "--prompt", PROMPT, "--temperature", str(temperature),

@@ -7,16 +7,15 @@ those of a run: tokens per second, MFU, and the allocator's peak, held against -
 when the peak is above it. Without CUDA the estimate and the bytes of the shapes are all there is to say.
 """
 
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+from timing import time_steps
 
 from gpt_oss_lite.cli import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.config import Recipe, load_recipe
@@ -72,8 +71,8 @@ def byte_counts(recipe: Recipe) -> dict[str, Any]:
         "estimate_gb": estimate.total_gb,
         "estimate_bytes": estimate.items,
         "checkpoint_bytes": 3 * 4 * parameters,
-        "whole_logits_bytes": 4 * tokens * model.embedding_rows,
-        "logits_chunk_bytes": 4 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
+        "whole_logits_bytes": 2 * tokens * model.embedding_rows,
+        "logits_chunk_bytes": 2 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
     }
 
 
@@ -87,25 +86,22 @@ def measure(config: Path, settings: list[str], recipe: Recipe, steps: int, warmu
         ids.tofile(corpus)
         settings = [*settings, f"data.train_data_path={corpus}", "data.data_mix=null", "training.eval_interval=0"]
         run = open_run(plan_run(PretrainOptions(config=config, out=Path(folder, "run"), seed=0, overrides=settings)))
-        torch.cuda.reset_peak_memory_stats()
-        seconds = []
         with progress("steps", warmup + steps, "steps") as report:
-            for step in range(warmup + steps):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
+
+            def step() -> None:
                 train_step(run)
-                torch.cuda.synchronize()
-                seconds += [time.perf_counter() - started] if step >= warmup else []
                 report.advance(1)
+
+            seconds, peak = time_steps(step, warmup, steps)
     tokens = training.micro_batch_size * training.gradient_accumulation_steps * model.max_seq_len
-    tokens_per_s = tokens / statistics.median(seconds)
+    tokens_per_s = tokens / seconds
     name = torch.cuda.get_device_name()
     return {
         "device": name,
         "tokens_per_s": tokens_per_s,
         "mfu": mfu(tokens_per_s, model, model.max_seq_len, device_peak_flops(name)),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "seconds_per_step": statistics.median(seconds),
+        "peak_gb": peak / 1e9,
+        "seconds_per_step": seconds,
     }
 
 
@@ -115,8 +111,8 @@ def print_table(result: dict[str, Any]) -> None:
     rows = [(f"  {name}", size) for name, size in result["estimate_bytes"].items()]
     rows += [
         ("estimate", result["estimate_gb"] * 1e9),
-        ("one chunk of logits", result["logits_chunk_bytes"]),
-        ("all logits, never held", result["whole_logits_bytes"]),
+        ("one chunk of logits, in 16 bits", result["logits_chunk_bytes"]),
+        ("all logits in 16 bits, never held", result["whole_logits_bytes"]),
         ("checkpoint on disk", result["checkpoint_bytes"]),
     ]
     if "peak_gb" in result:

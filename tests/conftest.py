@@ -1,6 +1,9 @@
-"""Before anything imports Triton: without a GPU its kernels run in its interpreter."""
+"""Before anything imports torch or Triton: one thread a process, since pytest-xdist runs one process a core, and
+Triton's interpreter where there is no GPU."""
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

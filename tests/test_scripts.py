@@ -3,11 +3,15 @@
 What would take hours here runs with `--set` or `--total-tokens` sizes that keep the structure; the rest is as typed.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
 import command_line
 import pytest
+import torch
+
+from shared_data.console import run_app
 
 ROOT = Path(__file__).parents[1]
 FULL, SMOKE = "configs/pretrain_a100_502m.yaml", "configs/pretrain_gpu_smoke.yaml"
@@ -18,11 +22,40 @@ def corpus(tmp_path_factory):
     return command_line.write_text_corpus(tmp_path_factory.mktemp("data") / "pretrain_chinchilla")
 
 
+def load(script: str):
+    """A script as a module, for what needs no process of its own."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def succeed(*words, **options):
     result = command_line.run(*words, **options)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result
+
+
+def test_prepare_data_and_its_shorter_ways(tmp_path):
+    """The stage options work on what the stages before have left; the corpus is the same each time."""
+    text = "\n".join(
+        json.dumps({"text": f"Document {number}. " + "Some words about it. " * 20}) for number in range(80)
+    )
+    (tmp_path / "web.jsonl").write_text(text)
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(f"name: tiny\nsources: [{{id: web, weight: 1.0, files: [{tmp_path}/web.jsonl]}}]\n")
+    command = ["python", "data/prepare_data.py", "--stage", "pretrain", "--mixture", mixture, "--total-tokens", "5000"]
+    manifest = tmp_path / "data/pretrain_chinchilla/manifest.json"
+    for ways in (
+        ["--source", "web"],
+        ["--skip-download"],
+        ["--skip-download", "--skip-clean"],
+        ["--skip-download", "--skip-clean", "--skip-tokenize"],
+    ):
+        manifest.unlink(missing_ok=True)
+        succeed(*command, *ways, LLM_DATA_ROOT=str(tmp_path / "data"))
+        assert json.loads(manifest.read_text())["total_tokens"] >= 5000
 
 
 def test_pretrain_and_resume_the_full_recipe(corpus, tmp_path):
@@ -56,14 +89,16 @@ def test_the_dataset_line(tmp_path):
     assert result.stdout == f"{(manifest['total_tokens'] - 1) // 4096} torch.Size([4096])\n"
 
 
-def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch):
+def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch, capsys):
     command = ["python", "scripts/microbench_a100.py", "--config", FULL, "--batch-size", "8", "--seq-len", "4096"]
     result = succeed(*command, CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines()[0].startswith("no CUDA device: ")
     assert "502,033,248 parameters" in result.stdout
-    as_json = json.loads(succeed(*command, "--threshold-gb", "25.0", "--json", CUDA_VISIBLE_DEVICES="").stdout)
-    assert as_json["logits_chunk_bytes"] == 8192 * 128256 * 4
-    assert as_json["whole_logits_bytes"] == 32768 * 128256 * 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_app(load("microbench_a100").app, [*command[2:], "--threshold-gb", "25.0", "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["logits_chunk_bytes"] == 8192 * 128256 * 2
+    assert as_json["whole_logits_bytes"] == 32768 * 128256 * 2
     assert as_json["estimate_gb"] == pytest.approx(sum(as_json["estimate_bytes"].values()) / 1e9)
     assert as_json["within_threshold"] == (as_json["estimate_gb"] <= 25.0)
     assert "peak_gb" not in as_json
@@ -72,16 +107,23 @@ def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch):
 def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
     result = succeed("python", "scripts/e2e_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines()[0].startswith("no CUDA device: ")
-    assert "dispatch=reference  passed=True" in result.stdout
+    assert "backend=reference+reference  passed=True" in result.stdout
     assert result.stdout.splitlines()[-1].endswith(", 0 failed")
 
 
-def test_e2e_smoke_fails_when_a_check_does():
+@pytest.mark.parametrize("words", [["bench_peers.py"], ["compare_paths.py", "--config", FULL, "--data", "data"]])
+def test_what_is_only_for_a_gpu_says_so_in_one_line(words):
+    result = succeed("python", f"scripts/{words[0]}", *words[1:], CUDA_VISIBLE_DEVICES="")
+    assert result.stderr.startswith("no CUDA device: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_e2e_smoke_fails_when_a_check_does(monkeypatch, capsys):
     """A rate at which nothing moves: the loss does not fall, and the exit code says so."""
-    result = command_line.run("python", "scripts/e2e_gpu_smoke.py", "--json", "--set", "training.lr=1e-30",
-                              CUDA_VISIBLE_DEVICES="")  # fmt: skip
-    assert result.returncode == 1
-    assert not any(check["passed"] for check in json.loads(result.stdout)["results"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_app(load("e2e_gpu_smoke").app, ["--json", "--set", "training.lr=1e-30"]) == 1
+    assert not any(check["passed"] for check in json.loads(capsys.readouterr().out)["results"])
 
 
 @pytest.mark.parametrize(

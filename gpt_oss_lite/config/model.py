@@ -45,6 +45,9 @@ class ModelConfig(ConfigBlock):
     document_mask: bool = False
     """Keep attention inside documents; positions count from each document's start."""
 
+    attention_backend: Literal["auto", "fused", "flex", "reference"] = "auto"
+    """How attention is computed; auto takes the fastest that this machine and the other keys allow."""
+
     # Positions
     rope_theta: float = Field(150000.0, gt=1)
     """Base of the rotary angles."""

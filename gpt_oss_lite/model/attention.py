@@ -23,6 +23,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.window = config.layer_window(layer)
+        self.backend = config.attention_backend
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         width, heads_width, kv_width = config.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         bias, init_std = config.attention_bias, config.init_std
@@ -58,6 +59,6 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSC, v_BGSC = cache.update(self.layer, k_BGSC, v_BGSC)
         sinks_H = None if self.sink_bias is None else self.sink_bias.clamp(SINK_MIN, SINK_MAX)
-        attend = select_attention(q_BHTC.device.type)
+        attend = select_attention(self.backend, q_BHTC.device.type, cached=cache is not None)
         o_BHTC = attend(q_BHTC, k_BGSC, v_BGSC, sinks_H, window=self.window, document_ids_BT=document_ids_BT)
         return self.o_proj(o_BHTC.transpose(1, 2).reshape(batch, n_tokens, -1))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.attention import Attention
 from gpt_oss_lite.model.documents import positions_in_documents
-from gpt_oss_lite.model.fused.block import FusedBlock, why_not_fused
+from gpt_oss_lite.model.fused.block import FusedBlock, why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import Embedding, Linear, RMSNorm, compute_dtype
 from gpt_oss_lite.model.moe import MoE
@@ -57,14 +57,21 @@ class Block(nn.Module):
         cache: KVCache | None = None,
     ) -> tuple[Tensor, LayerStats]:
         """The residual stream keeps its dtype; attention and experts work in the compute dtype."""
-        dtype = compute_dtype(self.attn.q_proj.weight)
-        if cache is None and why_not_fused(self._config, x_BTD.device.type, dtype) is None:
-            self._fused = self._fused or FusedBlock(self._config, self._layer)
-            return self._fused(self, x_BTD, rotary)
-        attended = self.attn(self.attn_norm(x_BTD).to(dtype), rotary, document_ids_BT, cache)
-        x_BTD = x_BTD + attended.to(x_BTD.dtype)
+        device_type, dtype = x_BTD.device.type, compute_dtype(self.attn.q_proj.weight)
+        if cache is None and why_not_fused_attention(self._config, device_type, dtype) is None:
+            x_BTD = self._fused_halves().attention(self, x_BTD, rotary)
+        else:
+            attended = self.attn(self.attn_norm(x_BTD).to(dtype), rotary, document_ids_BT, cache)
+            x_BTD = x_BTD + attended.to(x_BTD.dtype)
+        if why_not_fused_moe(self._config, device_type, dtype) is None:
+            return self._fused_halves().feed_forward(self, x_BTD)
         fed_forward, stats = self.moe(self.moe_norm(x_BTD).to(dtype))
         return x_BTD + fed_forward.to(x_BTD.dtype), stats
+
+    def _fused_halves(self) -> FusedBlock:
+        if self._fused is None:
+            self._fused = FusedBlock(self._config, self._layer)
+        return self._fused
 
 
 class GPTOSS(nn.Module):

@@ -37,6 +37,11 @@ def set_knobs(deterministic: bool) -> dict[str, Any]:
     }
 
 
+def compute_dtype_on(device: torch.device, dtype: str) -> torch.dtype:
+    """The dtype of the products that `autocast` gives: the recipe's on CUDA, fp32 elsewhere."""
+    return AUTOCAST_DTYPES.get(dtype, torch.float32) if device.type == "cuda" else torch.float32
+
+
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     """Autocast to `dtype` (bf16, fp16, fp32) on CUDA; nothing on the CPU, where everything is fp32, nor for fp32."""
     if device.type != "cuda" or dtype not in AUTOCAST_DTYPES:

@@ -6,11 +6,14 @@ later, when the chunk is gone, and counts only where it is the larger of the two
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from gpt_oss_lite.config import ModelConfig, Recipe
-from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
+from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
 from shared_data.console import say
 
 FP32 = 4
@@ -68,17 +71,19 @@ def estimate_model_memory_gb(
     tokens = seq_len * batch_size
     parameters = model.num_parameters()
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
-    block_saved = tokens * compute * _saved_elements_per_token(config)
+    fused = _fused_halves(config, device_type)
+    block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
     recomputed = len(range(0, config.n_layers, grad_checkpoint_every)) if grad_checkpoint else 0
     block_input = tokens * compute * config.d_model
 
     head_rows = config.embedding_rows
     chunk_tokens = min(loss_chunk_size, tokens)
-    # Logits in fp32, and beside them their gradient in the compute type where that is another one.
-    head_chunk = chunk_tokens * head_rows * (FP32 + (compute if compute != FP32 else 0))
+    # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
+    # their gradient lies beside them in the compute type where that is another one.
+    head_chunk = chunk_tokens * head_rows * (compute if fused.head else FP32 + (compute if compute != FP32 else 0))
     head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
-    block_backward = block_saved * (2 if recomputed else 1)
+    block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
 
     items = {
         "weights (fp32)": FP32 * parameters,
@@ -117,16 +122,89 @@ def estimate_recipe(
     )
 
 
-def _saved_elements_per_token(config: ModelConfig) -> int:
-    """Elements that one block keeps for its backward pass, per token."""
-    width = config.d_model
+class _FusedHalves(NamedTuple):
+    """Which parts of a step take the fused path."""
+
+    attention: bool
+    moe: bool
+    head: bool
+
+
+def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
+    dtype = DTYPES[config.dtype]
+    return _FusedHalves(
+        attention=why_not_fused_attention(config, device_type, dtype) is None,
+        moe=why_not_fused_moe(config, device_type, dtype) is None,
+        head=device_type == "cuda" and dtype != torch.float32 and find_spec("triton") is not None,
+    )
+
+
+class Setting(NamedTuple):
+    """How a recipe's step is cut to fit."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    grad_checkpoint_every: int | None
+    """Recompute every n-th block; None: none."""
+    loss_chunk_size: int
+
+    def overrides(self) -> list[str]:
+        """The setting as `--set` words."""
+        every = self.grad_checkpoint_every
+        return [
+            f"training.micro_batch_size={self.micro_batch_size}",
+            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            f"training.grad_checkpoint={'false' if every is None else 'true'}",
+            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
+            f"training.loss_chunk_size={self.loss_chunk_size}",
+        ]
+
+
+def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, MemoryEstimate] | None:
+    """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
+
+    As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
+    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
+
+    Returns:
+        The setting and its estimate; None where nothing fits.
+    """
+    windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
+    model = meta_model(recipe.model)
+    for every in (None, 3, 2, 1):
+        for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
+            for chunk in (16384, 8192, 4096, 2048):
+                estimate = estimate_model_memory_gb(
+                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk
+                )
+                if estimate.total_bytes <= available_bytes:
+                    return Setting(micro_batch, windows // micro_batch, every, chunk), estimate
+    return None
+
+
+def _saved_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalves) -> int:
+    """Bytes that one block keeps for its backward pass, per token; `compute` is the size of the compute dtype."""
+    width, hidden = config.d_model, config.expert_hidden_size
     queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    experts_used = config.experts_per_token + config.n_shared_experts
-    norms = 4 * width  # input and output of both
-    attention = 2 * queries + 2 * keys  # rotated q and k, v, and the output; the softmax is recomputed
-    rows = 2 * config.experts_per_token * width  # gathered inputs and the outputs that are weighted
-    hidden = 4 * experts_used * config.expert_hidden_size  # gate, silu(gate), up, and the product
-    return norms + attention + rows + hidden
+    routed, used = config.experts_per_token, config.experts_per_token + config.n_shared_experts
+    # Input and output of the norm; rotated q and k, v, and the output: the softmax is recomputed.
+    attention = compute * (2 * width + 2 * queries + 2 * keys)
+    if fused.attention:
+        attention += FP32 * (1 + config.n_heads)  # 1 / rms, and the log-sum-exps
+    # The reference path also keeps silu(gate) and the experts' outputs, which are weighted last.
+    moe = compute * (2 * width + (1 if fused.moe else 2) * routed * width + (3 if fused.moe else 4) * used * hidden)
+    if fused.moe:
+        moe += FP32 * (2 + config.n_experts + 4 * routed)  # 1 / rms, log-sum-exp, probabilities, the slots' places
+    return attention + moe
+
+
+def _backward_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalves) -> int:
+    """Bytes of the temporaries in a block's backward pass, per token: about one gradient for each saved element."""
+    if not fused.moe:
+        return _saved_bytes_per_token(config, compute, fused)
+    width, hidden = config.d_model, config.expert_hidden_size
+    routed = config.experts_per_token * (2 * width + 3 * hidden)  # of the rows' outputs, hidden layers and inputs
+    return compute * (routed + config.n_shared_experts * 3 * hidden + 2 * width)
 
 
 def assert_fits_in_available_gpu(estimate: MemoryEstimate) -> bool:
@@ -142,8 +220,7 @@ def assert_fits_in_available_gpu(estimate: MemoryEstimate) -> bool:
     if estimate.total_bytes <= available:
         return True
     say(
-        f"warning: the step is estimated at {estimate.total_gb:.1f} GB, and the GPU has {available / 1e9:.1f} GB free: "
-        "a smaller training.micro_batch_size (with more training.gradient_accumulation_steps) or "
-        "training.grad_checkpoint: true needs less"
+        f"warning: the step is estimated at {estimate.total_gb:.1f} GB, and the GPU has {available / 1e9:.1f} GB free; "
+        f"`gpt-oss-lite estimate --gpu-gb {available / 1e9:.0f}` with the recipe finds what fits"
     )
     return False

@@ -12,15 +12,16 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from gpt_oss_lite.config import Recipe
+from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.flops import device_peak_flops
-from gpt_oss_lite.training.knobs import set_knobs
+from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.nan_guard import NanGuard
@@ -230,7 +231,8 @@ def open_run(plan: Plan) -> Run:
     if training.grad_checkpoint:
         model.enable_gradient_checkpointing(training.grad_checkpoint_every)
     forward: Forward = model.hidden_states
-    if training.compile and device.type == "cuda":
+    # The fused path's kernels are written out already, and a compiler could only split its graph around them.
+    if training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device)):
         forward = compiled_or_plain(forward, training.compile_mode)
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
@@ -271,6 +273,8 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
     say(describe_parameters(run.model))
+    for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
+        say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
     say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
@@ -287,6 +291,12 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
     run.logger.event("start", run.state.step, knobs=knobs, versions=versions(), estimate_gb=estimate.total_gb)
+
+
+def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
+    """Why attention and experts do not take the fused path; None where they do."""
+    where = (config, device.type, compute_dtype_on(device, config.dtype))
+    return why_not_fused_attention(*where), why_not_fused_moe(*where)
 
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:

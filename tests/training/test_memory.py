@@ -7,7 +7,13 @@ import torch
 
 from gpt_oss_lite.config import ModelConfig, load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.memory import MemoryEstimate, assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import (
+    MemoryEstimate,
+    assert_fits_in_available_gpu,
+    estimate_model_memory_gb,
+    estimate_recipe,
+    fastest_that_fits,
+)
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml")
 SMALL = ModelConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, window_size=32,
@@ -54,10 +60,25 @@ def test_state_of_the_502m_model_is_sixteen_bytes_a_parameter():
 def test_the_head_holds_one_chunk_and_not_the_whole_logits():
     model = on_meta(RECIPE.model)
     items = estimate_model_memory_gb(model, seq_len=4096, batch_size=8, loss_chunk_size=8192).items
-    # One chunk in fp32 and its gradient in bf16; all logits would be 32,768 x 128,256 x 4 = 16.8 GB.
-    assert items["head: chunk of 8,192 tokens"] == 8192 * 128256 * (4 + 2)
+    # One chunk in bf16 that becomes its gradient in place; all logits would be 32,768 x 128,256 x 2 = 8.4 GB.
+    assert items["head: chunk of 8,192 tokens"] == 8192 * 128256 * 2
     short = estimate_model_memory_gb(model, seq_len=64, batch_size=1, loss_chunk_size=8192).items
-    assert short["head: chunk of 64 tokens"] == 64 * 128256 * (4 + 2)
+    assert short["head: chunk of 64 tokens"] == 64 * 128256 * 2
+    plain = estimate_model_memory_gb(model, seq_len=64, batch_size=1, device_type="cpu").items
+    assert plain["head: chunk of 64 tokens"] == 64 * 128256 * 4
+
+
+# Peaks of torch.cuda.max_memory_allocated on an H200, torch 2.11, 2026-11-30: scripts/microbench_a100.py.
+@pytest.mark.parametrize(
+    ("batch_size", "checkpoint_every", "chunk", "measured_gb"),
+    [(8, None, 8192, 28.17), (8, 3, 8192, 22.91), (16, None, 8192, 44.63), (32, None, 16384, 77.74)],
+)
+def test_within_ten_percent_of_the_peaks_measured_on_an_h200(batch_size, checkpoint_every, chunk, measured_gb):
+    estimate = estimate_model_memory_gb(
+        on_meta(RECIPE.model), seq_len=4096, batch_size=batch_size, grad_checkpoint=checkpoint_every is not None,
+        grad_checkpoint_every=checkpoint_every or 1, loss_chunk_size=chunk,
+    )  # fmt: skip
+    assert estimate.total_gb == pytest.approx(measured_gb, rel=0.1)
 
 
 def test_saved_activations_are_what_autograd_keeps():
@@ -107,3 +128,20 @@ def test_too_large_a_step_is_one_warning_and_no_stop(monkeypatch, capsys):
 def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert assert_fits_in_available_gpu(MemoryEstimate({"weights": 10**15}))
+
+
+@pytest.mark.parametrize(
+    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 32, None), (40, 8, None), (24, 4, None), (12.5, 1, None)]
+)
+def test_the_fastest_setting_that_fits_recomputes_as_little_as_it_can(gb, micro_batch, every):
+    setting, estimate = fastest_that_fits(RECIPE, int(gb * 1e9))
+    assert estimate.total_gb <= gb
+    assert (setting.micro_batch_size, setting.grad_checkpoint_every) == (micro_batch, every)
+    assert setting.micro_batch_size * setting.gradient_accumulation_steps == 32
+
+
+def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
+    setting, estimate = fastest_that_fits(RECIPE, 24 * 10**9)
+    again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
+    assert estimate_recipe(again).total_bytes == estimate.total_bytes
+    assert fastest_that_fits(RECIPE, 5 * 10**9) is None

@@ -39,14 +39,26 @@ DispatchExperts = Callable[[Tensor, Routing, nn.ModuleList], Tensor]
 
 
 @cache
-def select_attention(device_type: str) -> SinkAttention:
-    """The attention for a device type."""
-    return reference.sink_attention
+def select_attention(backend: str, device_type: str, cached: bool) -> SinkAttention:
+    """The attention that the key model.attention_backend names, where the fused half does not serve.
+
+    Args:
+        backend: the key's value.
+        device_type: of the queries.
+        cached: whether keys of earlier tokens take part; FlexAttention is for whole sequences.
+    """
+    if backend == "reference" or device_type != "cuda" or cached:
+        if backend in ("flex", "fused") and not cached:
+            logger.warning("attention_backend %s is not available on %s: using reference", backend, device_type)
+        return reference.sink_attention
+    from gpt_oss_lite.model.backends import flex
+
+    return flex.sink_attention
 
 
 @cache
 def select_dispatch(moe_dispatch: str, device_type: str) -> DispatchExperts:
     """The dispatch that the key model.moe_dispatch names; one log line where this machine lacks it."""
     if moe_dispatch not in ("auto", "reference"):
-        logger.warning("moe_dispatch %s is not available on %s: using reference", moe_dispatch, device_type)
+        logger.warning("moe_dispatch %s is not available here (%s): using reference", moe_dispatch, device_type)
     return reference.dispatch_experts

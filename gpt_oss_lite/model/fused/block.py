@@ -1,4 +1,7 @@
-"""A block on the fused path, and whether a model on a device can take it."""
+"""The two halves of a block on the fused path, and whether a model on a device can take them.
+
+Triton is imported where it is used, since the reference path does without.
+"""
 
 from functools import cache
 from importlib.util import find_spec
@@ -16,6 +19,51 @@ if TYPE_CHECKING:
 
 
 @cache
+def why_not_fused_attention(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why attention takes a backend of `backends`; None where the fused half serves. Arguments: see `_why_not`."""
+    if config.attention_backend not in ("auto", "fused"):
+        return f"model.attention_backend is {config.attention_backend}"
+    for key in ("attention_bias", "document_mask"):
+        if getattr(config, key):
+            return f"model.{key} is true"
+    if config.head_dim % 8 or config.head_dim > 128:
+        return f"model.head_dim is {config.head_dim}, and cuDNN takes multiples of 8 up to 128"
+    return _why_not(config, device_type, dtype)
+
+
+@cache
+def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the experts take the reference path; None where the fused half serves. Arguments: see `_why_not`."""
+    if config.moe_dispatch == "reference":
+        return "model.moe_dispatch is reference"
+    if config.expert_bias:
+        return "model.expert_bias is true"
+    for key in ("d_model", "expert_hidden_size"):
+        if getattr(config, key) % 8:
+            return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of 8"
+    return _why_not(config, device_type, dtype)
+
+
+def _why_not(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """What both halves need.
+
+    Args:
+        config: the model's.
+        device_type: where its parameters are.
+        dtype: compute dtype.
+    """
+    if device_type != "cuda":
+        return f"the device is {device_type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype != torch.bfloat16:
+        return f"the compute dtype is {str(dtype).removeprefix('torch.')}"
+    if config.residual_dtype not in (None, "bf16"):
+        return f"model.residual_dtype is {config.residual_dtype}"
+    return None
+
+
+@cache
 def grouped_products(moe_dispatch: str) -> str:
     """Name of the grouped products for this machine's card: PyTorch's on Hopper and later, Triton's on the others.
 
@@ -26,63 +74,36 @@ def grouped_products(moe_dispatch: str) -> str:
     return "grouped" if torch.cuda.get_device_capability() >= (9, 0) else "triton_grouped"
 
 
-@cache
-def why_not_fused(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why a model takes the reference path; None where the fused one serves.
-
-    Args:
-        config: the model's.
-        device_type: where its parameters are.
-        dtype: compute dtype.
-    """
-    if config.moe_dispatch == "reference":
-        return "model.moe_dispatch is reference"
-    if device_type != "cuda":
-        return f"the device is {device_type}, not cuda"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    if dtype != torch.bfloat16:
-        return f"the compute dtype is {dtype}, not bf16"
-    for key in ("attention_bias", "expert_bias", "document_mask"):
-        if getattr(config, key):
-            return f"model.{key} is true"
-    if config.residual_dtype not in (None, "bf16"):
-        return f"model.residual_dtype is {config.residual_dtype}"
-    # What cuDNN's attention and 16-byte rows of the grouped products ask for.
-    for key, largest in (("head_dim", 128), ("d_model", None), ("expert_hidden_size", None)):
-        value = getattr(config, key)
-        if value % 8 or (largest and value > largest):
-            return f"model.{key} is {value}"
-    return None
-
-
 class FusedBlock:
-    """The two halves of a block, with the geometry and the copies of weights that they need."""
+    """A layer's fused halves, with their geometry and their copies of the weights."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        # Triton is imported where it is used, since the reference path does without.
         from gpt_oss_lite.model.fused.attention import AttentionGeometry
         from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry
 
         self._attention = AttentionGeometry(
             config.n_heads, config.n_kv_heads, config.head_dim, config.layer_window(layer), config.norm_eps
         )
-        clamped = config.expert_activation == "clamped_swiglu"
         self._moe = MoEGeometry(
-            config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps, clamped,
-            PRODUCTS[grouped_products(config.moe_dispatch)],
+            config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps,
+            config.expert_activation == "clamped_swiglu", PRODUCTS[grouped_products(config.moe_dispatch)],
         )  # fmt: skip
 
-    def __call__(self, block: "Block", x_BTD: Tensor, rotary: RotaryTables) -> tuple[Tensor, LayerStats]:
-        """The residual stream (B, T, D) after the block, and the router's statistics."""
+    def attention(self, block: "Block", x_BTD: Tensor, rotary: RotaryTables) -> Tensor:
+        """x + attention(norm(x)), (B, T, D) in x's dtype."""
         from gpt_oss_lite.model.fused.attention import fused_attention
-        from gpt_oss_lite.model.fused.moe import fused_moe
 
-        attn, moe = block.attn, block.moe
-        x_BTD = fused_attention(
+        attn = block.attn
+        return fused_attention(
             x_BTD, self._attention, *rotary, block.attn_norm.weight, attn.sink_bias,
             attn.q_proj.weight, attn.kv_proj.weight, attn.o_proj.weight,
         )  # fmt: skip
+
+    def feed_forward(self, block: "Block", x_BTD: Tensor) -> tuple[Tensor, LayerStats]:
+        """x + experts(norm(x)), (B, T, D) in x's dtype, and the router's statistics."""
+        from gpt_oss_lite.model.fused.moe import fused_moe
+
+        moe = block.moe
         experts = [*moe.experts, *moe.shared_experts]
         x_BTD, aux, z_loss, load_E, entropy = fused_moe(
             x_BTD, self._moe, block.moe_norm.weight, moe.router.weight, moe.router.bias,

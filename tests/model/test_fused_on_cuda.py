@@ -1,0 +1,188 @@
+"""The fused path on a GPU in bf16: against float64, on poisoned memory, bitwise repeatable, without a host sync."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import relative_error
+
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.fused.block import FusedBlock
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.loss import head_cross_entropy
+
+pytestmark = pytest.mark.gpu
+
+FUSED = ModelConfig(
+    vocab_size=1000, d_model=256, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=96, expert_hidden_size=512,
+    max_seq_len=512, rope_scale=4.0,
+)  # fmt: skip
+
+
+def poison() -> None:
+    """Leave NaN in memory that the allocator hands out next."""
+    blocks = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(16)]
+    del blocks
+
+
+def make_model(config: ModelConfig, router: str = "random") -> GPTOSS:
+    """A model whose parameters are bf16 numbers, so that both precisions start from the same ones."""
+    torch.manual_seed(0)
+    model = GPTOSS(config).cuda()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sink_bias"):
+                torch.nn.init.normal_(parameter, std=2.0)
+            elif "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.0 if "router" in name and router == "tied" else 0.05)
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def float64_attention(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """x + attention(norm(x)) written out in float64."""
+    block, config = model.blocks[layer], model.config
+    n_heads, n_kv, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+    batch, seq_len, width = x.shape
+    cos, sin = (table.double() for table in model.rotary.tables(torch.arange(seq_len, device=x.device)))
+
+    def turn(part: torch.Tensor) -> torch.Tensor:
+        first, second = part.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    h = F.rms_norm(x, (width,), block.attn_norm.weight.double(), config.norm_eps)
+    q = (h @ block.attn.q_proj.weight.double().t()).view(batch, seq_len, n_heads, head_dim).transpose(1, 2)
+    k, v = (h @ block.attn.kv_proj.weight.double().t()).view(batch, seq_len, 2, n_kv, head_dim).permute(2, 0, 3, 1, 4)
+    q, k, v = turn(q), turn(k).repeat_interleave(n_heads // n_kv, 1), v.repeat_interleave(n_heads // n_kv, 1)
+    positions = torch.arange(seq_len, device=x.device)
+    distance = positions[:, None] - positions[None, :]
+    hidden = (distance < 0) | (distance >= (config.layer_window(layer) or math.inf))
+    scores = (q @ k.transpose(2, 3) / head_dim**0.5).masked_fill(hidden, -math.inf)
+    sink = block.attn.sink_bias.double().clamp(-10, 15)[None, :, None, None].expand(batch, -1, seq_len, 1)
+    probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return x + (probs @ v).transpose(1, 2).reshape(batch, seq_len, -1) @ block.attn.o_proj.weight.double().t()
+
+
+def float64_feed_forward(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """x + experts(norm(x)) written out in float64; ties go to the lowest expert.
+
+    The norm's output is rounded to bf16, as the experts get it, so that both precisions route a token alike.
+    """
+    block, config = model.blocks[layer], model.config
+    h = F.rms_norm(x, (x.shape[-1],), block.moe_norm.weight.double(), config.norm_eps)
+    h = h + (h.bfloat16().double() - h).detach()
+    logits, experts = (h @ block.moe.router.weight.double().t()).sort(dim=-1, descending=True, stable=True)
+    weights = torch.zeros_like(logits).scatter(-1, experts[..., :2], logits[..., :2].softmax(-1))
+
+    def run(expert: torch.nn.Module) -> torch.Tensor:
+        gate, up = h @ expert.gate_proj.weight.double().t(), h @ expert.up_proj.weight.double().t()
+        return (F.silu(gate) * up) @ expert.down_proj.weight.double().t()
+
+    routed = sum(weights[..., e, None] * run(expert) for e, expert in enumerate(block.moe.experts))
+    return x + routed + run(block.moe.shared_experts[0])
+
+
+def assert_within_one_percent(ours, theirs, names) -> None:
+    for name, mine, right in zip(names, ours, theirs, strict=True):
+        if right.norm() == 0:
+            assert torch.count_nonzero(mine) == 0, name
+        else:
+            assert relative_error(mine, right) < 1e-2, name
+
+
+def compare_with_float64(model, prefix, fused, exact) -> None:
+    """Output and the gradients of x and of every parameter under `prefix` of the block."""
+    x = torch.randn(2, 512, 256, device="cuda").bfloat16().requires_grad_()
+    upstream = torch.randn(2, 512, 256, device="cuda").bfloat16()
+    names = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+    parameters = [dict(model.named_parameters())[name] for name in names]
+    poison()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = fused(x)
+    ours = torch.autograd.grad((y.float() * upstream.float()).sum(), [x, *parameters])
+    exact_x = x.detach().double().requires_grad_()
+    right = exact(exact_x)
+    theirs = torch.autograd.grad((right * upstream.double()).sum(), [exact_x, *parameters])
+    assert_within_one_percent([y, *ours], [right, *theirs], ["y", "x", *names])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_and_every_gradient_are_within_one_percent_of_float64(layer):
+    model = make_model(FUSED)
+    halves, rotary = FusedBlock(FUSED, layer), model.rotary.tables(torch.arange(512, device="cuda"))
+    compare_with_float64(
+        model, f"blocks.{layer}.attn",
+        lambda x: halves.attention(model.blocks[layer], x, rotary),
+        lambda x: float64_attention(model, layer, x),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("moe_dispatch", ["grouped", "triton_grouped"])
+@pytest.mark.parametrize("router", ["random", "tied"])
+def test_experts_and_every_gradient_are_within_one_percent_of_float64(router, moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch), router)
+    halves = FusedBlock(model.config, 0)
+    loads = []
+
+    def fused(x):
+        y, stats = halves.feed_forward(model.blocks[0], x)
+        loads.append(stats.expert_load_E)
+        return y
+
+    compare_with_float64(model, "blocks.0.moe", fused, lambda x: float64_feed_forward(model, 0, x))
+    if router == "tied":  # two experts with every token, six with none
+        assert loads[0].tolist() == [0.5, 0.5] + [0.0] * 6
+
+
+def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        h, stats = model.hidden_states(ids[:, :-1])
+        loss = head_cross_entropy(h, model.head.weight, ids[:, 1:], chunk_size=300) / ids[:, 1:].numel()
+    (loss + 0.01 * stats.aux).backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def test_two_steps_are_bitwise_equal_with_and_without_recomputation():
+    model = make_model(FUSED)
+    ids = torch.randint(0, 1000, (2, 513), device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = full_step(model, ids), full_step(model, ids)
+        model.enable_gradient_checkpointing(1)
+        recomputed = full_step(model, ids)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in (again, recomputed):
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_no_host_sync_whatever_the_routing():
+    model = make_model(FUSED)
+    full_step(model, torch.randint(0, 1000, (2, 513), device="cuda"))
+    batches = [torch.randint(0, 1000, (2, 513), device="cuda") for _ in range(20)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ids in batches:
+            full_step(model, ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_flex_attention_equals_the_reference_within_documents(window):
+    from gpt_oss_lite.model.backends import flex, reference
+
+    torch.manual_seed(0)
+    q = torch.randn(2, 8, 512, 96, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    k, v = (torch.randn(2, 4, 512, 96, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    sinks = torch.randn(8, device="cuda").requires_grad_()
+    documents = (torch.rand(2, 512, device="cuda") < 0.02).cumsum(1)
+    upstream = torch.randn(2, 8, 512, 96, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for backend in (flex, reference):
+        o = backend.sink_attention(q, k, v, sinks, window=window, document_ids_BT=documents)
+        results.append([o, *torch.autograd.grad((o * upstream).float().sum(), [q, k, v, sinks])])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 1e-2

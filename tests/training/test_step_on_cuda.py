@@ -1,0 +1,27 @@
+"""The loop's whole step on a GPU."""
+
+import pytest
+import tiny_run
+import torch
+
+from gpt_oss_lite.training.pretrain import PretrainOptions, train_step
+from gpt_oss_lite.training.run import open_run, plan_run
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_step_on_the_fused_path_never_waits_for_the_device(tmp_path):
+    corpus = tiny_run.make_corpus(tmp_path / "data")
+    recipe = tiny_run.write_recipe(
+        tmp_path / "tiny.yaml", corpus, pin_memory=True, model={"moe_dispatch": "auto", "window_size": 4}
+    )
+    run = open_run(plan_run(PretrainOptions(config=recipe, out=tmp_path / "run", seed=0)))
+    for _ in range(3):
+        train_step(run)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            train_step(run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.state.step == 6
