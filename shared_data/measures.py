@@ -235,6 +235,14 @@ def _measurer() -> Measurer:
     return measure_compiled
 
 
+def prepare_measuring() -> str:
+    """Load or compile the pass, once before workers need it; returns what is in use."""
+    measure("", LineRules(), 1)
+    if is_compiled():
+        return "counted by the compiled pass"
+    return "counted by plain functions; 40 times as fast with: pip install 'gpt-oss-lite[fast]'"
+
+
 def measure(text: str, line_rules: LineRules, short_line_chars: int) -> Measured:
     """Count what the rules look at.
 

@@ -25,6 +25,7 @@ IP_STAND_IN = "192.0.2.1"
 _ATOM = r"A-Za-z0-9!#$%&*+/=?^_`{|}~-"
 _EMAIL = re.compile(rf"[{_ATOM}][.{_ATOM}]{{0,63}}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{{2,}}")
 _IPV4 = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]*\d)")
+_MAY_BE_IPV4 = re.compile(r"\.\d{1,3}\.\d{1,3}\.")  # begins with a plain character: found ten times faster
 # Global unicast addresses begin with 2 or 3; anything shorter is rather C++ or a slice.
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:)+[0-9A-Fa-f]{0,4}(?![\w:])")
 _WORD = re.compile(r"\w+")
@@ -48,7 +49,7 @@ def redact_ips(text: str) -> tuple[str, int]:
         count += public
         return IP_STAND_IN if public else match[0]
 
-    text = _IPV4.sub(stand_in, text)
+    text = _IPV4.sub(stand_in, text) if _MAY_BE_IPV4.search(text) else text
     return (_IPV6.sub(stand_in, text) if "::" in text or text.count(":") > 6 else text), count
 
 

@@ -17,10 +17,11 @@ from shared_data.cleaning import CleanRules, FilterSpan, WriteClean
 from shared_data.commits import Commit, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
 from shared_data.config.quality import RuleSet
-from shared_data.console import run_app
+from shared_data.console import run_app, say
 from shared_data.dedup import CompareBuckets, count_digests, duplicates_by_piece
 from shared_data.executor import Task, run_by_source, run_tasks
 from shared_data.layout import resolve_source_path
+from shared_data.measures import prepare_measuring
 from shared_data.near import Banding, CompareBand, linked_documents
 from shared_data.records import PLAIN, find_files
 from shared_data.stage import (
@@ -164,6 +165,8 @@ def write_tasks(
 def run(context: Context) -> dict[str, Any]:
     """Filter every source, find duplicates over all, write what is left; returns the stage's report."""
     filters = {source.id: filter_tasks(context, source) for source in context.sources}
+    if any(source.rules for source in context.sources):
+        say(f"{STAGE}: quality rules {prepare_measuring()}")
     filtered = run_by_source(filters, workers=context.workers, label="clean: filter")
     tasks = [task for own in filters.values() for task in own]
     commits = [commit for own in filtered.values() for commit in own]

@@ -1,6 +1,9 @@
 """The quality rules: for each reason a text that earns it, and its like that just does not."""
 
+import json
+
 import pytest
+from pipeline_corpus import context_of, edit_yaml, hashes, make_corpus, write_lines
 
 from shared_data.config.quality import (
     C4,
@@ -14,7 +17,10 @@ from shared_data.config.quality import (
     RuleSet,
     WebRules,
 )
+from shared_data.errors import UserError
 from shared_data.rules import RuleSetCheck
+from shared_data.scripts import clean, download_raw, tokenize
+from shared_data.tokenizing import read_ids
 
 OFF = dict.fromkeys(GopherQuality.model_fields)
 ONE = dict.fromkeys(GopherRepetition.model_fields)
@@ -151,3 +157,57 @@ def test_what_a_group_counts_in_is_what_c4_left():
     text = lines("One line ends here.", *["go"] * 40)
     assert RuleSetCheck(RuleSet(fineweb=FineWeb()))(text)[1] == "fineweb_few_terminal_marks"
     assert RuleSetCheck(RuleSet(fineweb=FineWeb(max_short_lines=None), c4=C4(min_sentences=None)))(text)[1] is None
+
+
+def corpus_with_rules(folder, **source):
+    """Articles that the web rules keep, among others that they do not."""
+    make_corpus(folder, pipeline={"task_bytes": 2000, "quality": {"min_chars": 20}})
+    texts = [ARTICLE.replace("1852", str(1000 + n)) for n in range(12)]
+    texts[4:4] = [PROGRAM, ARTICLE + "{", "a a a a " * 60, ARTICLE + "\nMenu\n\nWe use cookies on this site.\n"]
+    write_lines(folder / "sources" / "web.jsonl", texts)
+    web = {"id": "web", "weight": 1.0, "files": [str(folder / "sources" / "web.jsonl")], "rules": "web"}
+    edit_yaml(folder / "mixture.yaml", sources=[{**web, **source}])
+
+
+def test_the_stage_accounts_for_each_reason_and_workers_change_nothing(tmp_path):
+    corpus_with_rules(tmp_path)
+    reports = []
+    for root, workers in (("data", 1), ("two", 2)):
+        context = context_of(tmp_path, root=root, workers=workers)
+        download_raw.run(context)
+        reports.append(clean.run(context))
+        tokenize.run(context)
+    assert reports[0] == reports[1]
+    assert hashes(tmp_path / "data") == hashes(tmp_path / "two")
+    own = reports[0]["sources"]["web"]
+    assert (own["read"], own["kept"]) == (16, 13)
+    assert own["dropped"] == {"c4_curly_bracket": 1, "gopher_few_words": 1, "top_2_gram": 1}
+    assert own["changed"] == {"lines_dropped": 2}
+
+
+def test_each_documents_id_is_kept_to_the_token_index(tmp_path):
+    corpus_with_rules(tmp_path)
+    path = tmp_path / "sources" / "web.jsonl"
+    records = [
+        {**json.loads(line), "url": f"https://é.example/{n}"} for n, line in enumerate(path.read_text().splitlines())
+    ]
+    records[0]["id"] = "named"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    context = context_of(tmp_path)
+    for stage in (download_raw, clean, tokenize):
+        stage.run(context)
+    ids = [name for path in sorted((tmp_path / "data/tokens/web").glob("*.bin")) for name in read_ids(path)]
+    assert ids[:5] == ["named", *(f"https://é.example/{n}" for n in (1, 2, 3, 7))]
+    assert len(ids) == 13
+
+
+def test_a_source_changes_single_limits_of_its_set(tmp_path):
+    groups = {"gopher_quality": None, "gopher_repetition": None}
+    corpus_with_rules(tmp_path, limits={"c4": {"curly_brackets": False}, **groups})
+    context = context_of(tmp_path)
+    download_raw.run(context)
+    assert clean.run(context)["sources"]["web"]["dropped"] == {"c4_few_sentences": 2}
+    corpus_with_rules(tmp_path, limits={"c4": {"curly_bracket": False}})
+    hint = r"source web: limits: c4.curly_bracket is not a known key; the nearest known key is curly_brackets"
+    with pytest.raises(UserError, match=hint):
+        clean.run(context_of(tmp_path))
