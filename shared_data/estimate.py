@@ -12,6 +12,7 @@ from shared_data.console import say
 from shared_data.layout import resolve_source_path
 from shared_data.manifest import TOKEN_BYTES
 from shared_data.records import COMPRESSED_SUFFIXES, find_files
+from shared_data.remote import is_url
 from shared_data.stage import Context, show_table
 
 # Of English text with the LLaMA-3 tokenizer; code and other languages have fewer bytes a token.
@@ -43,8 +44,8 @@ def estimate(context: Context) -> dict[str, Any]:
 
 
 def _text_bytes(source: Source, root: Path) -> int | None:
-    """Bytes of text of a source with files; None for a data set."""
-    if source.files is None:
+    """Bytes of text of a source with files on this machine; None for a data set and for addresses."""
+    if source.files is None or any(map(is_url, source.files)):
         return None
     paths = find_files([resolve_source_path(name, root) for name in source.files], source.id)
     packed = (*COMPRESSED_SUFFIXES, ".parquet")

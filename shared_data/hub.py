@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shared_data.config import Source
 from shared_data.errors import UserError, require_extra
 from shared_data.files import write_if_changed
+from shared_data.records import check_suffixes
 from shared_data.remote import Patience, RemoteFile, find_remote_files, may_pass
 
 
@@ -57,7 +58,7 @@ def data_files(source: Source, record: Path) -> DataFiles:
         return DataFiles([], [RemoteFile(**file) for file in known.files], known.commit)
     names, commit = _look_up(source)
     if commit is None:
-        return DataFiles([Path(name) for name in names], [], None)
+        return DataFiles(check_suffixes([Path(name) for name in names], source.id), [], None)
     files = [file for name in names for file in find_remote_files(name, source.id)]
     files = [RemoteFile(file.url, file.name.partition(commit)[2].strip("/"), file.size, commit) for file in files]
     kept = Revision(asked=asked, commit=commit, files=[asdict(file) for file in files])

@@ -103,10 +103,15 @@ def find_files(patterns: Sequence[Path], source: str) -> list[Path]:
         if not files:
             raise UserError(f"source {source}: files: {pattern} matches no file")
         found.update(files)
-    for path in sorted(found):
+    return check_suffixes(sorted(found), source)
+
+
+def check_suffixes(paths: list[Path], source: str) -> list[Path]:
+    """The paths, if all are of a known kind. Raises UserError for the first that is not."""
+    for path in paths:
         if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, *HTML_SUFFIXES, ".parquet"):
             raise UserError(f"source {source}: files: {path} has a suffix that is not known; {ALLOWED_SUFFIXES}")
-    return sorted(found)
+    return paths
 
 
 def cut_into_spans(files: Sequence[tuple[Path, str, int]], task_bytes: int) -> list[list[Span]]:

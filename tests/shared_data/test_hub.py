@@ -234,6 +234,15 @@ def test_files_at_an_address_are_read(tmp_path):
     assert ids_of(tmp_path) == [*map(str, range(9)), *map(str, range(9)), *ALL_IDS[:N_ROWS]]
 
 
+def test_files_behind_http_are_read_and_an_outage_is_waited_for(tmp_path, hub):
+    make_corpus(tmp_path)
+    files = [f"{hub.url}/datasets/org/name/resolve/main/sample/{n}.parquet" for n in range(2)]
+    edit_yaml(tmp_path / "mixture.yaml", sources=[{"id": "web", "weight": 1.0, "files": files, "max_bytes": 10**6}])
+    hub.fail_with = [503, 503]
+    download_raw.run(context_of(tmp_path))
+    assert ids_of(tmp_path) == ALL_IDS[: 2 * N_ROWS]
+
+
 def test_d15_a_truncated_archive_at_an_address_is_an_error_and_the_source_not_done(tmp_path):
     make_corpus(tmp_path)
     packed = gzip.compress(os.urandom(3 << 20).hex().encode())
@@ -248,7 +257,7 @@ def test_d15_a_truncated_archive_at_an_address_is_an_error_and_the_source_not_do
 @pytest.mark.parametrize(
     ("name", "message"),
     [("file:///nowhere/x.jsonl", "matches no file"), ("nosuch://x/y.jsonl", "nosuch://: Protocol not known"),
-     ("file:///etc/hosts", "files from afar can be .jsonl")],
+     ("file:///etc/hosts", "files from afar can be .jsonl"), ("s3x://b/*.jsonl", "s3x://: Protocol not known")],
 )  # fmt: skip
 def test_an_address_that_cannot_be_read_is_one_line(tmp_path, name, message):
     make_corpus(tmp_path)
