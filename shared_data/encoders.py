@@ -54,22 +54,14 @@ class Fast:
     """splintr-rs for encoding, tiktoken for decoding."""
 
     name = "splintr-rs"
-    # Its cache of words grows without end on text that does not repeat itself: emptied now and then, memory stays flat.
-    _MAX_CACHED = 200_000
 
     def __init__(self, rank_file: Path, pattern: str, reference: Tiktoken) -> None:
         library = require_extra("splintr", "fast")
         self._tokenizer = library.Tokenizer(str(rank_file), pattern)
         self._reference = reference
-        self._until_check = 1000
 
     def encode(self, text: str) -> np.ndarray:
         """See Encoder."""
-        self._until_check -= 1
-        if self._until_check <= 0:
-            self._until_check = 1000
-            if self._tokenizer.cache_len > self._MAX_CACHED:
-                self._tokenizer.clear_cache()
         return np.frombuffer(self._tokenizer.encode_flat(text), ID_DTYPE)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -32,6 +32,8 @@ from shared_data.tokenizer import LLAMA3, Tokenizer, load_tokenizer, replace_lon
 
 STREAM_VERSION = 1
 INDEX_VERSION = 2
+# Batches are read ahead: of long documents (papers, books) 1,024 would be some 60 MB each.
+MAX_BATCH_CHARS = 1 << 21
 HEADER_BYTES = 2 * TOKEN_BYTES
 _INDEX_ARRAYS = ("n_tokens", "n_bytes", "hashes")
 
@@ -142,8 +144,9 @@ def tokenizer_of(settings: TokenizerConfig) -> Tokenizer:
 
 
 def _batches(span: Span, size: int, counts: Counter[str]) -> Iterator[Batch]:
-    """The documents of a piece of clean/SOURCE/data.jsonl, `size` at a time."""
+    """The documents of a piece of clean/SOURCE/data.jsonl, `size` at a time, fewer where they are long."""
     batch: Batch = []
+    n_chars = 0
     for offset, line in read_lines(span):
         counts["read"] += 1
         try:
@@ -162,9 +165,10 @@ def _batches(span: Span, size: int, counts: Counter[str]) -> Iterator[Batch]:
         leading = given if isinstance(given, str) and len(given) == HASH_DIGITS else content_digest(text).hex()
         name = record.get("id", f"{span.name}@{offset}")
         batch.append(Text(text, int(leading[:HASH_DIGITS], 16), replace_lone_surrogates(str(name))[0]))
-        if len(batch) == size:
+        n_chars += len(text)
+        if len(batch) == size or n_chars >= MAX_BATCH_CHARS:
             yield batch
-            batch = []
+            batch, n_chars = [], 0
     if batch:
         yield batch
 
