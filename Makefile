@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := data,plot,demo,dev
+EXTRAS := data,plot,demo,track,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test docs lint types unit clean

@@ -61,6 +61,10 @@ class Commit(BaseModel):
     outputs: list[FileState]
     counts: dict[str, int]
     """Documents, bytes and tokens by name; `dropped.REASON` for each reason."""
+    n_bytes: int = 0
+    """Input bytes of the task."""
+    processed_bytes: int = 0
+    """Input bytes of all attempts at it: the difference is what kills cost."""
 
 
 def fingerprint(*parts: Any) -> str:
@@ -83,7 +87,24 @@ def read_commit(record: Path, key: str) -> Commit | None:
     return commit
 
 
-def write_commit(record: Path, key: str, outputs: Mapping[Path, str | None], counts: Mapping[str, int]) -> Commit:
+def note_attempt(record: Path, key: str, n_bytes: int) -> None:
+    """Note that a task begins, with the input bytes that are left to do. Killed or not, it counts as processed."""
+    path = record.with_suffix(".attempts")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(f"{key} {n_bytes}\n")
+
+
+def attempted_bytes(record: Path, key: str) -> int:
+    """Input bytes of all attempts at a task since its key is this one."""
+    path = record.with_suffix(".attempts")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return sum(int(words[1]) for line in lines if (words := line.split()) and words[0] == key and words[1:])
+
+
+def write_commit(
+    record: Path, key: str, outputs: Mapping[Path, str | None], counts: Mapping[str, int], n_bytes: int = 0
+) -> Commit:
     """Record a task as done.
 
     Args:
@@ -91,9 +112,11 @@ def write_commit(record: Path, key: str, outputs: Mapping[Path, str | None], cou
         key: fingerprint of everything that the outputs depend on.
         outputs: the files, with their SHA-256 where it is known.
         counts: see Commit.
+        n_bytes: input bytes of the task.
     """
     states = [FileState.of(path, record.parent, digest) for path, digest in outputs.items()]
-    commit = Commit(key=key, outputs=states, counts=dict(counts))
+    processed = attempted_bytes(record, key)
+    commit = Commit(key=key, outputs=states, counts=dict(counts), n_bytes=n_bytes, processed_bytes=processed)
     write_atomic(record, commit.model_dump_json())
     return commit
 

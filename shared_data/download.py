@@ -17,6 +17,8 @@ from shared_data.records import Document, Fields, Span, json_library, read_docum
 from shared_data.remote import RemoteFile, read_remote
 
 SAVE_EVERY_BYTES = 8 << 20
+# Of English text with the LLaMA-3 tokenizer; code and other languages have fewer bytes a token.
+BYTES_PER_TOKEN = 4.4
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,15 @@ class ReadRemote:
     """Fingerprint of the file and of what is read from it."""
     max_bytes: int | None
     """The document that reaches so many bytes is the last. None: all are read."""
+    n_bytes: int
+    """About how many bytes it will give."""
     progress: Path
     output: Path
+
+    def resumed_bytes(self) -> int:
+        """Bytes that an earlier run has given already."""
+        known = self._known()
+        return min(self.n_bytes, known.counts.get("bytes", 0)) if known else 0
 
     def run(self) -> Result:
         """Write the part."""
@@ -126,14 +135,19 @@ class ReadRemote:
         os.fsync(file.fileno())
         write_atomic(self.progress, Progress(key=self.key, counts=dict(counts), ended=ended).model_dump_json())
 
-    def _take_up(self, partial: Path) -> tuple[Counter[str], bool]:
-        """What is there of an earlier run, in the temporary file; nothing if it is of another file or too long."""
+    def _known(self) -> Progress | None:
+        """The progress of an earlier run, if it is of the same file."""
         try:
             known = Progress.model_validate_json(self.progress.read_bytes())
         except (OSError, ValidationError):
-            known = None
+            return None
+        return known if known.key == self.key else None
+
+    def _take_up(self, partial: Path) -> tuple[Counter[str], bool]:
+        """What is there of an earlier run, in the temporary file; nothing if it is of another file or too long."""
+        known = self._known()
         size = known.counts.get("bytes", 0) if known else 0
-        if known and known.key == self.key and (self.max_bytes is None or size <= self.max_bytes):
+        if known and (self.max_bytes is None or size <= self.max_bytes):
             if self.output.is_file() and self.output.stat().st_size == size:
                 os.replace(self.output, partial)
             if partial.is_file() and partial.stat().st_size >= size:

@@ -1,4 +1,6 @@
-"""Runs a stage's tasks, in this process or in a pool of spawned ones. Which one makes no difference to the result.
+"""Runs a stage's tasks: in this process, in a pool of spawned ones, on Ray, or a share of them in each job of an array.
+
+Which one makes no difference to the result.
 
 A task is idempotent: it writes whole files and then its commit record (see `commits`), so it may be killed, retried,
 or run twice. Workers are spawned, never forked: a fork in a process that has threads (the tokenizer's) can deadlock.
@@ -11,13 +13,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
-from shared_data.commits import Commit, read_commit, write_commit
+from shared_data.commits import Commit, note_attempt, read_commit, write_commit
 from shared_data.console import progress, say
+from shared_data.layout import TurnLock
 
 MAX_POOL_FAILURES = 3
 PARENT_PIPE_VARIABLE = "SHARED_DATA_PARENT_PIPE"
@@ -40,6 +44,15 @@ class Work(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """Work that goes on from what a killed attempt left."""
+
+    def resumed_bytes(self) -> int:
+        """Input bytes that need not be done again."""
+        ...
+
+
 @dataclass(frozen=True)
 class Task:
     """A unit of work that is redone as a whole after a kill."""
@@ -48,8 +61,28 @@ class Task:
     key: str
     """Fingerprint of everything that the outputs depend on."""
     n_bytes: int
-    """Input bytes, for progress."""
+    """Input bytes, for progress and for the account of what kills cost."""
     work: Work
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who does the tasks."""
+
+    count: int = 1
+    """Processes; on a Ray cluster that was there before, tasks at a time."""
+    executor: Literal["pool", "ray"] = "pool"
+    ray_address: str | None = None
+    """Cluster to use; None: one on this machine, for this process alone."""
+    task_index: int = 0
+    """Which share of the tasks is ours, of task_count."""
+    task_count: int = 1
+    turn: TurnLock | None = None
+    """With task_count > 1: held but while tasks run, so that the jobs of an array plan one after another."""
+
+
+class OthersNotDone(Exception):
+    """Our share of the tasks is done, but not those of the array's other jobs."""
 
 
 def execute(task: Task) -> Commit:
@@ -57,31 +90,56 @@ def execute(task: Task) -> Commit:
     commit = read_commit(task.record, task.key)
     if commit is None:
         task.record.unlink(missing_ok=True)
+        resumed = task.work.resumed_bytes() if isinstance(task.work, Resumable) else 0
+        note_attempt(task.record, task.key, task.n_bytes - resumed)
         result = task.work.run()
-        commit = write_commit(task.record, task.key, result.outputs, result.counts)
+        commit = write_commit(task.record, task.key, result.outputs, result.counts, task.n_bytes)
     return commit
 
 
-def run_tasks(tasks: Sequence[Task], *, workers: int, label: str) -> list[Commit]:
+def run_tasks(tasks: Sequence[Task], *, workers: int | Workers, label: str) -> list[Commit]:
     """Do what is not done yet; returns the commits of all tasks, in the tasks' order.
 
     Raises:
         UserError: a task found bad input.
         ChildProcessError: workers were killed again and again.
+        OthersNotDone: there are several jobs, and others have not done their share yet.
     """
-    commits = {index: commit for index, task in enumerate(tasks) if (commit := read_commit(task.record, task.key))}
-    pending = {index: task for index, task in enumerate(tasks) if index not in commits}
+    who = Workers(workers) if isinstance(workers, int) else workers
+    commits = _known_commits(tasks)
+    mine = range(who.task_index, len(tasks), who.task_count)
+    pending = {index: tasks[index] for index in mine if index not in commits}
     if pending:
-        total = sum(task.n_bytes for task in pending.values())
-        inline = workers == 1 or len(pending) == 1
-        with progress(label, total=total, unit="B") as bar:
-            for index, commit in _inline(pending) if inline else _pool(pending, min(workers, len(pending))):
-                commits[index] = commit
-                bar.advance(tasks[index].n_bytes)
+        with who.turn.given() if who.turn else nullcontext():
+            total = sum(task.n_bytes for task in pending.values())
+            with progress(label, total=total, unit="B") as bar:
+                for index, commit in _run(pending, who):
+                    commits[index] = commit
+                    bar.advance(tasks[index].n_bytes)
+    if who.task_count > 1 and len(commits) < len(tasks):
+        commits = _known_commits(tasks)
+        if left := len(tasks) - len(commits):
+            raise OthersNotDone(f"{label}: job {who.task_index} has done its share; {left} tasks of others are left")
     return [commits[index] for index in range(len(tasks))]
 
 
-def run_by_source(plans: Mapping[str, Sequence[Task]], *, workers: int, label: str) -> dict[str, list[Commit]]:
+def _known_commits(tasks: Sequence[Task]) -> dict[int, Commit]:
+    return {index: commit for index, task in enumerate(tasks) if (commit := read_commit(task.record, task.key))}
+
+
+def _run(pending: Mapping[int, Task], who: Workers) -> Iterator[tuple[int, Commit]]:
+    if who.executor == "ray":
+        from shared_data.ray_executor import run_on_ray
+
+        return run_on_ray(pending, who.count, who.ray_address)
+    if who.count == 1 or len(pending) == 1:
+        return _inline(pending)
+    return _pool(pending, min(who.count, len(pending)))
+
+
+def run_by_source(
+    plans: Mapping[str, Sequence[Task]], *, workers: int | Workers, label: str
+) -> dict[str, list[Commit]]:
     """Do the tasks of several sources together; returns the commits of each."""
     commits = iter(run_tasks([task for tasks in plans.values() for task in tasks], workers=workers, label=label))
     return {source: [next(commits) for _ in tasks] for source, tasks in plans.items()}

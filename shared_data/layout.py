@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from shared_data.errors import UserError
 
@@ -45,18 +46,18 @@ class Layout:
         return self.state / "reports"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the data folder against a second run.
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
+        """Hold the data folder against a second run; if shared, only against one that does not share it.
 
         Raises:
             UserError: another run still holds it after ten seconds.
         """
         self.state.mkdir(parents=True, exist_ok=True)
-        with open(self.state / "lock", "w") as file:
+        with open(self.state / "lock", "a") as file:
             deadline = time.monotonic() + LOCK_PATIENCE_S
             while True:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
@@ -65,6 +66,30 @@ class Layout:
                         ) from None
                     time.sleep(0.05)
             yield
+
+
+class TurnLock:
+    """Lets one process after another do what is not a task: plan, record, publish. Held in its `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "turn"
+
+    def __enter__(self) -> Self:
+        self._file = open(self._path, "a")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let others have their turn meanwhile."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
 
 
 def resolve_source_path(pattern: str, root: Path) -> Path:

@@ -10,7 +10,7 @@ byte and never guessed. Readers that know only the .bin files are unaffected by 
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
@@ -53,13 +53,15 @@ class CorpusInfo(_Record):
     pad_token_id: int
     dtype: Literal["uint32"] = "uint32"
     shard_size_tokens: int = Field(ge=1)
+    window_tokens: int = Field(default=4096, ge=1)
+    """Size of the windows that long-context shards are made of."""
     sources: list[SourceInfo]
 
 
 class Position(_Record):
     """Which shard of its packing a file is."""
 
-    split: Literal["train", "validation"]
+    split: Literal["train", "validation", "long"]
     index: int = Field(ge=0)
     count: int = Field(ge=1)
     """Shards of this split: tells a rebuilt manifest that one is missing."""
@@ -81,6 +83,8 @@ class Sidecar:
     """SHA-256 of the shard."""
     info: CorpusInfo
     position: Position
+    inserts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which of the documents are passkey inserts, not text of their source, int64."""
 
     @property
     def sources(self) -> list[str]:
@@ -105,6 +109,8 @@ def sidecar_bytes(sidecar: Sidecar) -> bytes:
         "source_index": sidecar.source_index.astype(np.int32),
         "n_bytes": sidecar.n_bytes.astype(np.int64),
     }
+    if len(sidecar.inserts):
+        arrays["inserts"] = sidecar.inserts.astype(np.int64)
     about = {
         "version": 1,
         "n_tokens": sidecar.n_tokens,
@@ -129,7 +135,8 @@ def read_sidecar(path: Path | str) -> Sidecar:
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             about = json.loads(file.metadata()[_SIDECAR_KEY])
-            arrays = {name: file.get_tensor(name) for name in ("starts", "source_index", "n_bytes")}
+            optional = {"inserts"} & set(file.keys())
+            arrays = {name: file.get_tensor(name) for name in ("starts", "source_index", "n_bytes", *optional)}
         info, position = CorpusInfo.model_validate(about["info"]), Position.model_validate(about["position"])
         return Sidecar(
             **arrays, n_tokens=int(about["n_tokens"]), sha256=str(about["sha256"]), info=info, position=position
@@ -158,6 +165,22 @@ class SourceEntry(_Record):
     documents: int = Field(ge=0)
     bytes: int = Field(ge=0)
     """UTF-8 bytes of its documents' text."""
+    inserts: int = Field(0, ge=0)
+    """Passkey inserts among its documents."""
+    insert_tokens: int = Field(0, ge=0)
+    """Tokens of these, among its tokens."""
+
+
+class LongContextEntry(_Record):
+    """The long-context windows of a corpus."""
+
+    window_tokens: int = Field(ge=1)
+    windows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    """Documents of text."""
+    inserts: int = Field(ge=0)
+    insert_tokens: int = Field(ge=0)
 
 
 class Manifest(_Record):
@@ -181,6 +204,8 @@ class Manifest(_Record):
     shards_dir: str
     shards: list[ShardEntry]
     sources: dict[str, SourceEntry]
+    long_context: LongContextEntry | None = None
+    """What of all this lies in long-context shards, which are the first."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -273,11 +298,6 @@ def build_manifest(folder: Path) -> Manifest:
     sidecars = [read_sidecar(path) for path in paths]
     _check_one_packing(paths, sidecars)
     info = sidecars[0].info
-    sums = {source.id: np.zeros(3, np.int64) for source in info.sources}
-    for sidecar in sidecars:
-        for index, source in enumerate(info.sources):
-            mine = sidecar.source_index == index
-            sums[source.id] += [sidecar.lengths[mine].sum(), mine.sum(), sidecar.n_bytes[mine].sum()]
     shards = [
         ShardEntry(
             index=index,
@@ -290,18 +310,50 @@ def build_manifest(folder: Path) -> Manifest:
     ]
     return Manifest(
         version=MANIFEST_VERSION,
-        **info.model_dump(exclude={"sources"}),
+        **info.model_dump(exclude={"sources", "window_tokens"}),
         total_tokens=sum(shard.n_tokens for shard in shards),
         total_documents=sum(shard.n_eos for shard in shards),
         oversized_documents=sum(int((sidecar.lengths > info.shard_size_tokens).sum()) for sidecar in sidecars),
         shard_count=len(shards),
         shards_dir=".",
         shards=shards,
-        sources={
-            source.id: SourceEntry(weight=source.weight, tokens=int(t), documents=int(d), bytes=int(b))
-            for source in info.sources
-            for t, d, b in [sums[source.id]]
-        },
+        sources=_source_entries(sidecars),
+        long_context=_long_context_entry(sidecars),
+    )
+
+
+def _source_entries(sidecars: list[Sidecar]) -> dict[str, SourceEntry]:
+    sources = sidecars[0].info.sources
+    sums = np.zeros((len(sources), 5), np.int64)
+    for sidecar in sidecars:
+        lengths = sidecar.lengths
+        is_insert = np.zeros(len(lengths), bool)
+        is_insert[sidecar.inserts] = True
+        for index in range(len(sources)):
+            mine = sidecar.source_index == index
+            inserted = mine & is_insert
+            sums[index] += [lengths[mine].sum(), mine.sum(), sidecar.n_bytes[mine].sum(),
+                            inserted.sum(), lengths[inserted].sum()]  # fmt: skip
+    names = ("tokens", "documents", "bytes", "inserts", "insert_tokens")
+    return {
+        source.id: SourceEntry(weight=source.weight, **dict(zip(names, own, strict=True)))
+        for source, own in zip(sources, sums.tolist(), strict=True)
+    }
+
+
+def _long_context_entry(sidecars: list[Sidecar]) -> LongContextEntry | None:
+    own = [sidecar for sidecar in sidecars if sidecar.position.split == "long"]
+    if not own:
+        return None
+    window_tokens = own[0].info.window_tokens
+    tokens, inserts = sum(sidecar.n_tokens for sidecar in own), sum(len(sidecar.inserts) for sidecar in own)
+    return LongContextEntry(
+        window_tokens=window_tokens,
+        windows=tokens // window_tokens,
+        tokens=tokens,
+        documents=sum(len(sidecar.starts) for sidecar in own) - inserts,
+        inserts=inserts,
+        insert_tokens=sum(int(sidecar.lengths[sidecar.inserts].sum()) for sidecar in own),
     )
 
 
@@ -323,3 +375,6 @@ def _check_one_packing(paths: list[Path], sidecars: list[Sidecar]) -> None:
                 f"{paths[0].parent}: shard {min(missing)} of {sidecar.position.count} of the {sidecar.position.split} "
                 "split is not there; pack the corpus again"
             )
+    for number, path in enumerate(paths):
+        if path.name != f"shard_{number:05d}.bin":
+            raise UserError(f"{paths[0].parent}: shard_{number:05d}.bin is not there; pack the corpus again")

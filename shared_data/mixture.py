@@ -72,7 +72,12 @@ def check_supply(supplies: Sequence[Supply], total_tokens: int) -> None:
         )
 
 
-def interleave(supplies: Sequence[Supply], total_tokens: int, when_short: Literal["stop", "go_on"]) -> np.ndarray:
+def interleave(
+    supplies: Sequence[Supply],
+    total_tokens: int,
+    when_short: Literal["stop", "go_on"],
+    charged: Sequence[int] | None = None,
+) -> np.ndarray:
     """Choose the source of each document until `total_tokens` are reached.
 
     Args:
@@ -80,6 +85,7 @@ def interleave(supplies: Sequence[Supply], total_tokens: int, when_short: Litera
         total_tokens: the first document to reach it is the last.
         when_short: where a source has run out and the shares no longer hold within the longest document, stop; or go on
             with the others.
+        charged: tokens that each source has given before, part of total_tokens. One that is behind comes first.
 
     Returns:
         int32 index of the source of each document; a source's documents are used in their order.
@@ -89,10 +95,11 @@ def interleave(supplies: Sequence[Supply], total_tokens: int, when_short: Litera
     unit = math.lcm(*(supply.weight.numerator for supply in supplies))
     costs = [int(unit / supply.weight) for supply in supplies]
     longest = _longest(supplies)
-    starts, used = [0] * len(supplies), [0] * len(supplies)
+    charged = charged or [0] * len(supplies)
+    starts, used = [own * cost for own, cost in zip(charged, costs, strict=True)], [0] * len(supplies)
     active = [index for index, own in enumerate(lengths) if own]
     chosen: list[int] = []
-    total = 0
+    total = sum(charged)
     while total < total_tokens and active:
         now = total * unit
         due = [index for index in active if starts[index] <= now] or [min(active, key=lambda index: starts[index])]

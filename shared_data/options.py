@@ -3,17 +3,23 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from shared_data.config import DEFAULT_DATA_CONFIG, Mixture, PipelineConfig, load_mixture, load_universal_data_config
+from shared_data.console import say
 from shared_data.errors import UserError
-from shared_data.executor import end_with_parent
-from shared_data.layout import Layout
+from shared_data.executor import OthersNotDone, Workers, end_with_parent
+from shared_data.layout import Layout, TurnLock
 from shared_data.stage import Context
 from shared_data.yaml_files import check_config
+
+# What a stage tells the orchestrator: our share is done, the next step needs the other jobs'.
+EXIT_OTHERS_NOT_DONE = 75
 
 MixtureOption = Annotated[
     Path | None,
@@ -31,6 +37,20 @@ SourceOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(min=1, help="Processes. Without it: one per core that this process may use.")
 ]
+ExecutorOption = Annotated[
+    Literal["pool", "ray"],
+    typer.Option("--executor", help="Processes of this machine, or tasks on Ray (see --ray-address)."),
+]
+RayAddressOption = Annotated[
+    str | None,
+    typer.Option(envvar="RAY_ADDRESS", metavar="ADDRESS", help="Ray cluster (auto, ...). Without it: this machine."),
+]
+TaskIndexOption = Annotated[
+    int, typer.Option(min=0, metavar="I", help="Do only the tasks of job I of an array (see --task-count).")
+]
+TaskCountOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Jobs of the array; start all again until none has anything left to do.")
+]
 DataRootOption = Annotated[
     Path, typer.Option(envvar="LLM_DATA_ROOT", readable=False, help="Folder of all that the pipeline writes.")
 ]
@@ -44,7 +64,7 @@ def make_context(
     data_config: Path | None,
     data_root: Path,
     source: list[str] | None,
-    workers: int | None,
+    workers: int | Workers | None,
     total_tokens: int | None = None,
     shard_size_tokens: int | None = None,
 ) -> Context:
@@ -67,9 +87,27 @@ def make_context(
         mixture=mixed,
         config=config,
         sources=tuple(own for own in mixed.sources if own.id in _selected(source, mixed)),
-        workers=workers or len(os.sched_getaffinity(0)),
+        workers=workers if isinstance(workers, Workers) else make_workers(workers),
         config_name=config_name,
     )
+
+
+def make_workers(
+    count: int | None,
+    executor: Literal["pool", "ray"] = "pool",
+    ray_address: str | None = None,
+    task_index: int = 0,
+    task_count: int = 1,
+) -> Workers:
+    """Who does the tasks, as the options say.
+
+    Raises:
+        UserError: task_index is not below task_count.
+    """
+    if task_index >= task_count:
+        raise UserError(f"--task-index is {task_index}: it must be below --task-count ({task_count}); it counts from 0")
+    address = ray_address if executor == "ray" else None
+    return Workers(count or len(os.sched_getaffinity(0)), executor, address, task_index, task_count)
 
 
 def _selected(wanted: list[str] | None, mixture: Mixture) -> set[str]:
@@ -80,10 +118,20 @@ def _selected(wanted: list[str] | None, mixture: Mixture) -> set[str]:
     return set(wanted or known)
 
 
-def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_json: bool) -> None:
-    """Run a stage with the data folder held, and print its report if asked."""
+def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_json: bool) -> int:
+    """Run a stage with the data folder held, and print its report if asked; returns the exit code.
+
+    A job of an array shares the folder with the others, and ends with EXIT_OTHERS_NOT_DONE where it would need what
+    they have not done yet.
+    """
     end_with_parent()
-    with context.layout.locked():
-        report = run(context)
+    array = context.workers.task_count > 1
+    with context.layout.locked(shared=array), TurnLock(context.layout.state) if array else nullcontext() as turn:
+        try:
+            report = run(replace(context, workers=replace(context.workers, turn=turn)))
+        except OthersNotDone as waiting:
+            say(str(waiting))
+            return EXIT_OTHERS_NOT_DONE
     if as_json:
         print(json.dumps(report, indent=2))
+    return 0

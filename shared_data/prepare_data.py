@@ -13,6 +13,7 @@ from shared_data import options
 from shared_data.console import run_app, say
 from shared_data.estimate import estimate, show
 from shared_data.executor import PARENT_PIPE_VARIABLE
+from shared_data.page import write_page
 
 STAGES = ("download_raw", "clean", "tokenize", "pack_shards")
 REPORTS = ("download", "clean", "tokenize", "pack")
@@ -50,6 +51,10 @@ def prepare(
     total_tokens: options.TotalTokensOption = None,
     shard_size_tokens: options.ShardSizeOption = None,
     workers: options.WorkersOption = None,
+    executor: options.ExecutorOption = "pool",
+    ray_address: options.RayAddressOption = None,
+    task_index: options.TaskIndexOption = 0,
+    task_count: options.TaskCountOption = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what to expect, and do nothing.")] = False,
     data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
@@ -58,7 +63,8 @@ def prepare(
 
     What is already done is not done again, so that a run which was stopped or killed goes on where it was.
     """
-    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
+    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
+    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
     if dry_run:
         expected = estimate(context)
         show(expected)
@@ -66,8 +72,10 @@ def prepare(
             print(json.dumps(expected, indent=2))
         return 0
     shared = _words(
-        {"--mixture": mixture, "--data-config": data_config, "--data-root": data_root, "--workers": workers}
-    )
+        {"--mixture": mixture, "--data-config": data_config, "--data-root": data_root, "--workers": workers,
+         "--executor": executor, "--ray-address": who.ray_address, "--task-index": task_index,
+         "--task-count": task_count}
+    )  # fmt: skip
     shared += [word for name in source or () for word in ("--source", name)]
     tokens = _words({"--total-tokens": total_tokens})
     sizes = {"download_raw": tokens, "pack_shards": tokens + _words({"--shard-size-tokens": shard_size_tokens})}
@@ -75,8 +83,13 @@ def prepare(
     for name in STAGES:
         if skipped.get(name):
             continue
-        if code := run_module(name, shared + sizes.get(name, [])):
+        code = run_module(name, shared + sizes.get(name, []))
+        if code == options.EXIT_OTHERS_NOT_DONE:
+            say(f"job {task_index} of {task_count} has done its share for now; start it again when all have ended")
+            return 0
+        if code:
             return code
+    say(f"page: {write_page(context)}")
     if as_json:
         reports = [context.layout.reports / f"{name}.json" for name in REPORTS]
         print(json.dumps([json.loads(path.read_bytes()) for path in reports if path.is_file()], indent=2))

@@ -30,6 +30,8 @@ from shared_data.manifest import (
 )
 
 CHECKPOINT_BYTES = 8 << 20
+MIN_CHECKPOINT_BYTES = 1 << 20
+CHECKPOINTS_PER_SHARD = 16
 
 
 def shard_name(index: int) -> str:
@@ -52,6 +54,26 @@ def check_document(ids: np.ndarray, *, vocab_size: int, eos_token_id: int, where
         raise UserError(f"{where}: token id {largest} is not below vocab_size ({vocab_size})")
 
 
+def _temporary_path(shard: Path) -> Path:
+    return shard.with_name(shard.name + TEMPORARY_SUFFIX)
+
+
+def _progress_path(shard: Path) -> Path:
+    return shard.with_suffix(".progress")
+
+
+def safe_progress(shard: Path, key: str) -> tuple[int, int]:
+    """Documents and bytes of an unfinished shard that are safe; 0 for one of another key."""
+    try:
+        progress = json.loads(_progress_path(shard).read_text())
+        documents, n_bytes = int(progress["documents"]), int(progress["bytes"])
+        if key and progress["key"] == key and _temporary_path(shard).stat().st_size >= n_bytes:
+            return documents, n_bytes
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return 0, 0
+
+
 @dataclass
 class ShardWriter:
     """Writes one shard and its sidecar; the documents' lengths and sources are known before the first is written."""
@@ -63,6 +85,8 @@ class ShardWriter:
     """Tokens of each document, EOS included, (N,)."""
     source_index: np.ndarray
     n_bytes: np.ndarray
+    inserts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which documents are passkey inserts, int64."""
     key: str = ""
     """Fingerprint of the content: progress made under another key is not resumed."""
     done: int = field(default=0, init=False)
@@ -71,8 +95,9 @@ class ShardWriter:
     def __post_init__(self) -> None:
         assert len(self.lengths) == len(self.source_index) == len(self.n_bytes) > 0
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
-        self._temporary = self.path.with_name(self.path.name + TEMPORARY_SUFFIX)
-        self._progress = self.path.with_suffix(".progress")
+        self._temporary = _temporary_path(self.path)
+        fair = max(MIN_CHECKPOINT_BYTES, int(self._ends[-1]) * TOKEN_BYTES // CHECKPOINTS_PER_SHARD)
+        self._checkpoint_bytes = min(CHECKPOINT_BYTES, fair)
         self._digest = hashlib.sha256()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._temporary, "r+b" if self._temporary.exists() else "w+b")  # noqa: SIM115 (closed by finish or abandon)
@@ -81,20 +106,16 @@ class ShardWriter:
 
     def _resume(self) -> None:
         """Go to the end of what a killed process left safe, and drop the rest."""
-        try:
-            progress = json.loads(self._progress.read_text())
-            documents = int(progress["documents"]) if progress["key"] == self.key and self.key else 0
-        except (OSError, ValueError, KeyError, TypeError):
-            documents = 0
-        n_bytes = int(self._ends[documents - 1]) * TOKEN_BYTES if 0 < documents <= len(self._ends) else 0
-        if n_bytes and os.fstat(self._file.fileno()).st_size >= n_bytes:
-            left = n_bytes
-            while left and (chunk := self._file.read(min(left, CHECKPOINT_BYTES))):
-                self._digest.update(chunk)
-                left -= len(chunk)
-            self.done = documents
-        else:
-            n_bytes = 0
+        documents, n_bytes = safe_progress(self.path, self.key)
+        if not (
+            documents <= len(self._ends) and (documents == 0 or n_bytes == self._ends[documents - 1] * TOKEN_BYTES)
+        ):
+            documents, n_bytes = 0, 0
+        left = n_bytes
+        while left and (chunk := self._file.read(min(left, CHECKPOINT_BYTES))):
+            self._digest.update(chunk)
+            left -= len(chunk)
+        self.done = documents
         self._file.truncate(n_bytes)
         self._file.seek(n_bytes)
 
@@ -106,11 +127,12 @@ class ShardWriter:
         self._digest.update(content)
         self._file.write(content)
         self.done += 1
-        if self._file.tell() - self._last_checkpoint >= CHECKPOINT_BYTES and self.key:
+        if self._file.tell() - self._last_checkpoint >= self._checkpoint_bytes and self.key:
             self._file.flush()
             os.fsync(self._file.fileno())
-            write_atomic(self._progress, json.dumps({"key": self.key, "documents": self.done}))
             self._last_checkpoint = self._file.tell()
+            safe = {"key": self.key, "documents": self.done, "bytes": self._last_checkpoint}
+            write_atomic(_progress_path(self.path), json.dumps(safe))
 
     def finish(self) -> str:
         """Make the shard and its sidecar appear; returns the shard's SHA-256."""
@@ -123,13 +145,14 @@ class ShardWriter:
             sha256=self._digest.hexdigest(),
             info=self.info,
             position=self.position,
+            inserts=self.inserts,
         )
         write_atomic(sidecar_path(self.path), sidecar_bytes(sidecar))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
-        self._progress.unlink(missing_ok=True)
+        _progress_path(self.path).unlink(missing_ok=True)
         fsync_folder(self.path.parent)
         return self._digest.hexdigest()
 

@@ -13,13 +13,13 @@ from rich.table import Table
 from shared_data.commits import Commit, FileState, known_state, read_commit
 from shared_data.config import Mixture, PipelineConfig, Source
 from shared_data.errors import UserError
-from shared_data.executor import Task, run_by_source
+from shared_data.executor import Task, Workers, run_by_source
 from shared_data.files import write_if_changed
 from shared_data.layout import Layout
 from shared_data.manifest import sidecar_path
 from shared_data.records import Fields, Span, cut_into_spans
 
-MIN_TASK_BYTES = 4 << 20
+MIN_TASK_BYTES = 1 << 20
 MAX_TASK_BYTES = 64 << 20
 TASKS_PER_SOURCE = 64
 
@@ -33,7 +33,7 @@ class Context:
     config: PipelineConfig
     sources: tuple[Source, ...]
     """The sources to work on, in the mixture's order."""
-    workers: int
+    workers: Workers
     config_name: str
     """The file that the config came from, for errors."""
 
@@ -148,6 +148,8 @@ def source_counts(commits: Iterable[Commit]) -> Counter[str]:
     total: Counter[str] = Counter()
     for commit in commits:
         total.update(commit.counts)
+        total["work.input_bytes"] += commit.n_bytes
+        total["work.processed_bytes"] += commit.processed_bytes
     return total
 
 
@@ -167,7 +169,9 @@ def write_report(
         changed = {name.removeprefix("changed."): n for name, n in sorted(own.items()) if name.startswith("changed.")}
         others = {name: n for name, n in sorted(own.items()) if "." not in name and name not in ("read", "kept")}
         assert own["read"] == own["kept"] + sum(dropped.values()), (source, dict(own))
-        sources[source] = {"read": own["read"], "kept": own["kept"], "dropped": dropped, "changed": changed, **others}
+        work = {name: own[f"work.{name}"] for name in ("input_bytes", "processed_bytes")}
+        documents = {"read": own["read"], "kept": own["kept"], "dropped": dropped, "changed": changed}
+        sources[source] = {**documents, **others, "work": work}
         sources[source].update((about or {}).get(source, {}))
     report: dict[str, Any] = {"stage": stage, "sources": sources}
     write_if_changed(context.layout.reports / f"{stage}.json", json.dumps(report, indent=2) + "\n")

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,10 @@ from shared_data.manifest import (
     read_sidecar,
     sidecar_path,
 )
+from shared_data.repair import repair_manifest, repair_shards
 
 CHUNK_TOKENS = 1 << 20
-SUBFOLDERS = ("validation",)
+SUBFOLDERS = ("validation", "long")
 
 
 def check_shard(path: Path, entry: ShardEntry, manifest: Manifest, bar: ProgressReporter) -> str | None:
@@ -77,40 +79,60 @@ def _chunks(path: Path) -> Iterator[np.ndarray]:
             yield np.frombuffer(content, TOKEN_DTYPE)
 
 
-def verify_folder(folder: Path) -> tuple[Manifest, list[str]]:
-    """Check one folder of shards; returns its manifest and a line per bad file.
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a corpus."""
+
+    message: str
+    shard: int | None
+    """Number of the bad shard; None: the manifest's counts are wrong."""
+
+
+def verify_folder(folder: Path, only: Collection[int] | None = None) -> tuple[Manifest, list[Problem]]:
+    """Check one folder of shards, or only some of them; returns its manifest and what is wrong.
 
     Raises:
         UserError: the manifest is missing or wrong.
     """
     manifest = Manifest.load(folder, check_sizes=False)
-    with progress(f"verify {folder}", total=manifest.total_tokens * TOKEN_BYTES, unit="B") as bar:
-        shards = zip(manifest.shard_paths(folder), manifest.shards, strict=True)
-        problems = [problem for path, entry in shards if (problem := check_shard(path, entry, manifest, bar))]
+    wanted = [entry for entry in manifest.shards if only is None or entry.index in only]
+    problems = []
+    with progress(f"verify {folder}", total=sum(entry.n_tokens for entry in wanted) * TOKEN_BYTES, unit="B") as bar:
+        for entry in wanted:
+            if message := check_shard(folder / entry.path, entry, manifest, bar):
+                problems.append(Problem(message, entry.index))
     if not problems and manifest.corpus is not None:
         written, rebuilt = manifest.model_dump(), build_manifest(folder).model_dump()
         for key, value in rebuilt.items():
             if (found := written[key]) != value and key not in ("shards", "shards_dir", "version"):
-                problems.append(f"{folder / MANIFEST_NAME}: {key} is {found}, but shards and sidecars give {value}")
+                message = f"{folder / MANIFEST_NAME}: {key} is {found}, but shards and sidecars give {value}"
+                problems.append(Problem(message, None))
     return manifest, problems
 
 
-def repair_manifest(folder: Path) -> bool:
-    """Write a missing manifest, from the shards and sidecars; returns whether one was missing.
-
-    Raises:
-        UserError: they do not say all that it needs.
-    """
-    if (folder / MANIFEST_NAME).is_file():
-        return False
-    build_manifest(folder).write(folder)
-    return True
+def repair_folder(folder: Path, manifest: Manifest, problems: list[Problem]) -> tuple[Manifest, list[Problem]]:
+    """Rebuild the bad shards, or the manifest where only its counts are wrong; returns what is left wrong."""
+    bad = [problem.shard for problem in problems if problem.shard is not None]
+    for problem in problems:
+        say(f"bad: {problem.message}")
+    if not bad:
+        build_manifest(folder).write(folder)
+        say(f"{folder / MANIFEST_NAME}: rebuilt from shards and sidecars")
+        return verify_folder(folder, bad)
+    try:
+        for path in repair_shards(folder, manifest, bad):
+            say(f"{path}: rebuilt from the token streams")
+    except UserError as error:
+        say(f"not repaired: {error}")
+        return manifest, problems
+    return verify_folder(folder, bad)
 
 
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of shards: data/pretrain_chinchilla.")],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Rebuild a missing manifest from shards and sidecars.")
+        bool,
+        typer.Option("--repair", help="Rebuild bad shards from the token streams, the manifest from the sidecars."),
     ] = False,
     as_json: options.JsonOption = False,
 ) -> int:
@@ -124,12 +146,14 @@ def verify(
         if repair and repair_manifest(own):
             say(f"{own / MANIFEST_NAME}: rebuilt from shards and sidecars")
         manifest, problems = verify_folder(own)
-        bad += problems
+        if repair and problems:
+            manifest, problems = repair_folder(own, manifest, problems)
+        bad += [problem.message for problem in problems]
         results[str(own)] = {
             "shards": manifest.shard_count,
             "tokens": manifest.total_tokens,
             "documents": manifest.total_documents,
-            "problems": problems,
+            "problems": [problem.message for problem in problems],
         }
     for problem in bad:
         say(f"bad: {problem}")

@@ -13,7 +13,9 @@ from shared_data.console import run_app
 
 ROOT = Path(__file__).parents[1]
 RECIPE = str(ROOT / "configs/pretrain_a100_502m.yaml")
-COMMANDS = ["pretrain", "generate", "eval", "prepare", "verify", "estimate"]
+COMMANDS = [
+    "pretrain", "generate", "eval", "passkey", "export", "import", "prepare", "verify", "estimate", "report", "monitor",
+]  # fmt: skip
 
 
 def gpt_oss_lite(*words: object) -> int:

@@ -85,6 +85,12 @@ class TrainingConfig(ConfigBlock):
     """Steps between evaluations on the validation shards; there is one at the start and the end too; 0: none."""
     eval_windows: int = Field(64, ge=1)
     """Validation windows of an evaluation during training; fewer when there are fewer."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too, in the run's folder (extra: track)."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Write the log for Weights & Biases too: into the run's folder, or to the service (extra: track)."""
+    wandb_project: str = Field("gpt-oss-lite", min_length=1)
+    """Project of the run in Weights & Biases."""
 
     @property
     def resolved_decay_steps(self) -> int:

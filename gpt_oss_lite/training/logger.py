@@ -1,4 +1,4 @@
-"""metrics.jsonl, events.jsonl and the console line; tokens per second over the time since the last row.
+"""metrics.jsonl, events.jsonl, the console line and trackers; tokens per second over the time since the last row.
 
 A row is one JSON object on one line, appended and flushed. Rows after a checkpoint are cut when a run goes back to it,
 so that metrics.jsonl has one row a logged step. events.jsonl is the run's history and only grows.
@@ -8,16 +8,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpt_oss_lite.training.flops import format_mfu
+from gpt_oss_lite.training.trackers import Tracker, guarded, scalars
 from shared_data.console import count_with_unit, say
 from shared_data.files import write_atomic
 
 Clock = Callable[[], float]
+
+NOTHING_KEPT = -1
+"""For `TrainingLogger.cut`: a run that starts over, whose evaluation at step 0 comes again too."""
 
 
 class Throughput:
@@ -60,41 +64,55 @@ class Throughput:
 
 
 class TrainingLogger:
-    """Writes a run's metrics.jsonl and events.jsonl.
+    """Writes a run's metrics.jsonl and events.jsonl, and hands rows and evaluations on to trackers.
 
     Args:
         folder: the run's folder.
         suffix: added to every console line, e.g. a warning that holds for the whole run.
+        trackers: get what is logged too; one that fails is named once and left out from then on.
     """
 
-    def __init__(self, folder: Path, suffix: str = "") -> None:
+    def __init__(self, folder: Path, suffix: str = "", trackers: Sequence[Tracker] = ()) -> None:
         self._metrics = folder / "metrics.jsonl"
         self._events = folder / "events.jsonl"
         self._suffix = suffix
+        self._trackers = list(trackers)
 
     def log(self, row: dict[str, Any], total_steps: int, seconds_left: float | None) -> None:
         """Append a row to metrics.jsonl and print it for a person."""
         _append(self._metrics, row)
+        self._track(lambda tracker: tracker.log(row["step"], scalars("train", row)))
         say(console_line(row, total_steps, seconds_left) + self._suffix)
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Append an event to events.jsonl."""
         _append(self._events, {"event": kind, "step": step, "time": time.time(), **details})
+        if kind == "eval":
+            self._track(lambda tracker: tracker.log(step, scalars("eval", details)))
 
     def cut(self, after_step: int, keep: Callable[[int], bool] = lambda step: True) -> None:
         """Drop the metrics rows of later steps, a torn last line, and rows of steps that `keep` refuses."""
-        if not self._metrics.exists():
-            return
-        kept = [row for row in read_rows(self._metrics) if row["step"] <= after_step and keep(row["step"])]
-        write_atomic(self._metrics, "".join(_line(row) for row in kept))
+        rows = read_rows(self._metrics) if self._metrics.exists() else []
+        kept = [row for row in rows if row["step"] <= after_step and keep(row["step"])]
+        if self._metrics.exists():
+            write_atomic(self._metrics, "".join(_line(row) for row in kept))
+        dropped = [row["step"] for row in rows if row["step"] <= after_step and not keep(row["step"])]
+        self._track(lambda tracker: tracker.cut(min([after_step + 1, *dropped])))
 
-    def finish(self) -> None:
-        """Make both files durable: before each save, so that the log never ends before its checkpoint, and at the
-        end."""
+    def sync(self) -> None:
+        """Make both files durable: before each save, so that the log never ends before its checkpoint."""
         for path in (self._metrics, self._events):
             if path.exists():
                 with open(path, "ab") as file:
                     os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Make both files durable and close the trackers; at the end of the run."""
+        self.sync()
+        self._track(lambda tracker: tracker.finish())
+
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        self._trackers = [tracker for tracker in self._trackers if guarded(tracker, call)]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
+from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.evaluation import evaluate
 from gpt_oss_lite.training.flops import mfu
@@ -208,9 +210,18 @@ def log_step(run: Run, figures: StepFigures) -> None:
         "position": run.position,
         "time": time.time(),
         "expert_load": figures.expert_load.tolist(),
+        "expert_imbalance": (figures.expert_load.amax(dim=1) / figures.expert_load.mean(dim=1)).tolist(),
         "router_entropy": figures.router_entropy.tolist(),
+        "sink_mean": sink_means(run.model),
     }
     run.logger.log(row, run.stop_step, (run.stop_step - step) / steps_per_s)
+
+
+@torch.no_grad()
+def sink_means(model: GPTOSS) -> list[float] | None:
+    """Mean over a layer's heads of the sink logits, as attention clamps them, by layer; None without sinks."""
+    sinks: list[Tensor] = [sink_H for name, sink_H in model.named_parameters() if name.endswith("sink_bias")]
+    return torch.stack(sinks).clamp(SINK_MIN, SINK_MAX).mean(dim=1).tolist() if sinks else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -242,7 +253,7 @@ def evaluate_now(run: Run) -> None:
 def save(run: Run) -> None:
     """Write the checkpoint of the last step."""
     started = time.perf_counter()
-    run.logger.finish()
+    run.logger.sync()
     with run.throughput.paused():
         run.checkpoints.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
     run.logger.event("save", run.state.step, seconds=time.perf_counter() - started)

@@ -22,7 +22,7 @@ from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
-from gpt_oss_lite.training.logger import Throughput, TrainingLogger
+from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -38,6 +38,7 @@ from gpt_oss_lite.training.run_folder import (
 from gpt_oss_lite.training.seeding import check_seed, fresh_seed, seed_everything
 from gpt_oss_lite.training.snapshot import check_weights_fit
 from gpt_oss_lite.training.stop import ignore_stop_signals
+from gpt_oss_lite.training.trackers import check_trackers, open_trackers
 from shared_data.console import say
 from shared_data.errors import UserError
 
@@ -157,6 +158,7 @@ def plan_run(options: PretrainOptions) -> Plan:
     """
     recipe = load_recipe(options.config, options.overrides)
     _check_options(options, recipe)
+    check_trackers(recipe.training)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
@@ -254,7 +256,11 @@ def open_run(plan: Plan) -> Run:
         start_schedule=scheduler.state_dict(),
         checkpoints=CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, 10 * training.save_interval),
         guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
-        logger=TrainingLogger(plan.folder, suffix="" if training.nan_guard else " | NaN guard OFF"),
+        logger=TrainingLogger(
+            plan.folder,
+            suffix="" if training.nan_guard else " | NaN guard OFF",
+            trackers=open_trackers(plan.folder, recipe),
+        ),
         throughput=Throughput(),
         peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
         state=RunState(),
@@ -290,7 +296,14 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     )
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    run.logger.event("start", run.state.step, knobs=knobs, versions=versions(), estimate_gb=estimate.total_gb)
+    run.logger.event(
+        "start",
+        run.state.step,
+        stop_step=run.stop_step,
+        knobs=knobs,
+        versions=versions(),
+        estimate_gb=estimate.total_gb,
+    )
 
 
 def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
@@ -308,7 +321,8 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
     if plan.resuming:
         # A run that stopped between two log intervals logged its last step; the unbroken run has no such row.
         interval = run.recipe.training.log_interval
-        run.logger.cut(run.state.step, keep=lambda logged: logged == 1 or logged % interval == 0)
+        kept_until = run.state.step if plan.resume_step is not None else NOTHING_KEPT
+        run.logger.cut(kept_until, keep=lambda logged: logged == 1 or logged % interval == 0)
         run.logger.event("resume", run.state.step, position=run.position)
         say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
     run.open_stream()

@@ -37,7 +37,9 @@ LOCK_NAME = ".lock"
 START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
 
 # Keys that change neither the numbers nor what is on disk, so that a run may go on with other values.
-FREE_ON_RESUME = {"training.num_workers", "training.pin_memory"}
+FREE_ON_RESUME = {
+    "training.num_workers", "training.pin_memory", "training.tensorboard", "training.wandb", "training.wandb_project",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

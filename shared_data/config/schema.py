@@ -144,7 +144,7 @@ class Pipeline(ConfigBlock):
     redact: Redact = Redact()
     decontaminate: Decontaminate = Decontaminate()
     task_bytes: int | None = Field(default=None, ge=1024)
-    """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 4 to 64 MiB."""
+    """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 1 to 64 MiB."""
     download_margin: float | None = Field(default=1.5, ge=1)
     """Data sets and addresses are read until they have given so many times the text that the mixture needs of them.
     Null: whole."""
@@ -204,8 +204,19 @@ class TokenizerConfig(ConfigBlock):
     """Batches that a thread reads ahead of the encoder."""
 
 
+class LongContext(ConfigBlock):
+    """Windows that hold whole documents and are exactly as long as the model's context."""
+
+    share: float = Field(default=0.1, ge=0, le=0.5)
+    """Share of the training tokens that lies in such windows; 0: none."""
+    window_tokens: int = Field(default=4096, ge=1024)
+    """Tokens of a window: the recipe's model.max_seq_len."""
+
+
 class Pack(ConfigBlock):
     """Packing into shards."""
+
+    long_context: LongContext = LongContext()
 
     docs_per_shard_target: int | None = Field(default=None, ge=1)
     """Another name of shard_size_tokens: it counts tokens, whatever it says. Null: not given."""

@@ -13,9 +13,15 @@ from shared_data import options
 from shared_data.commits import Commit, FileState, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
 from shared_data.console import run_app
-from shared_data.download import ReadFiles, ReadRemote, choose_files, describe, expected_text_bytes
+from shared_data.download import (
+    BYTES_PER_TOKEN,
+    ReadFiles,
+    ReadRemote,
+    choose_files,
+    describe,
+    expected_text_bytes,
+)
 from shared_data.errors import UserError
-from shared_data.estimate import BYTES_PER_TOKEN
 from shared_data.executor import Task
 from shared_data.hub import data_files
 from shared_data.layout import resolve_source_path
@@ -104,9 +110,9 @@ def plan_tasks(context: Context, plan: Plan) -> list[Task]:
     for index, (file, limit) in enumerate(zip(plan.remote, plan.limits, strict=False), start=len(groups)):
         output = part_path(context.layout, STAGE, source, index, count)
         about = fingerprint(PIPELINE_VERSION, STAGE, describe(file, fields), output.name)
-        work = ReadRemote(file, fields, about, limit, folder / f"progress-{index:05d}.json", output)
         expected = expected_text_bytes(file)
         n_bytes = max(1, expected if limit is None else min(limit, expected))
+        work = ReadRemote(file, fields, about, limit, n_bytes, folder / f"progress-{index:05d}.json", output)
         tasks.append(Task(folder / f"task-{index:05d}.json", fingerprint(about, limit), n_bytes, work))
     return tasks
 
@@ -160,12 +166,17 @@ def download_raw(
     source: options.SourceOption = None,
     total_tokens: options.TotalTokensOption = None,
     workers: options.WorkersOption = None,
+    executor: options.ExecutorOption = "pool",
+    ray_address: options.RayAddressOption = None,
+    task_index: options.TaskIndexOption = 0,
+    task_count: options.TaskCountOption = 1,
     data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Read the sources of the mixture into raw/SOURCE/data.jsonl."""
-    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens)
-    options.run_stage(run, context, as_json)
+    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
+    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens)
+    return options.run_stage(run, context, as_json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Stage 4: token streams -> shards/, shards/validation/ and pretrain_chinchilla/, mixed by tokens.
+"""Stage 4: token streams -> shards/, shards/long/, shards/validation/ and pretrain_chinchilla/, mixed by tokens.
 
 Run as `python -m shared_data.scripts.pack_shards`.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +16,21 @@ import typer
 from rich.table import Table
 
 from shared_data import options
-from shared_data.commits import fingerprint
+from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
 from shared_data.console import run_app, say
-from shared_data.executor import Task, run_tasks
+from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
-from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
-from shared_data.packing import Documents, PackShard, Plan, plan_splits, read_documents
+from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
+from shared_data.repair import PLAN_RECORD, packed_split
 from shared_data.scripts.tokenize import check_tokenizer
-from shared_data.shard_writer import shard_name, split_into_shards
+from shared_data.shard_writer import shard_name
 from shared_data.stage import Context, Part, read_parts, show_table
 
 STAGE = "pack"
-SPLITS = ("train", "validation")
+SPLITS = ("long", "train", "validation")
 app = typer.Typer(add_completion=False)
 
 
@@ -38,8 +40,8 @@ class Packing:
 
     info: CorpusInfo
     streams: tuple[Path, ...]
-    bounds: dict[str, list[tuple[int, int]]]
-    """Per split: the slice of the plan that each shard is."""
+    bounds: dict[str, list[ShardSlice]]
+    """The shards of each split."""
     report: dict[str, Any]
 
 
@@ -52,6 +54,7 @@ def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
         [[source.id, source.weight, [part.sha256 for part in parts[source.id]]] for source in context.sources],
         [mixture.name, mixture.on_shortage, mixture.max_epochs],
         [config.total_tokens, config.shard_size_tokens, config.validation_share, config.seed],
+        config.pack.long_context.model_dump(),
         config.tokenizer.model_dump(exclude={"batch_size", "prefetch"}),
     ]
     only = [source.id for source in context.sources] if len(context.sources) < len(mixture.sources) else []
@@ -63,6 +66,7 @@ def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
         eos_token_id=config.tokenizer.eos_token_id,
         pad_token_id=config.tokenizer.pad_token_id,
         shard_size_tokens=config.shard_size_tokens,
+        window_tokens=config.pack.long_context.window_tokens,
         sources=[SourceInfo(id=source.id, weight=source.weight / total_weight) for source in context.sources],
     )
 
@@ -73,13 +77,14 @@ def plan_packing(context: Context) -> Packing:
     info = corpus_info(context, parts)
     streams = tuple(part.path for source in context.sources for part in parts[source.id])
     folder = context.layout.state / STAGE
-    record = folder / "plan.json"
+    record = context.layout.state / PLAN_RECORD
     try:
         known = json.loads(record.read_bytes())
         if known["corpus"] == info.corpus and all(
             (folder / f"plan-{split}.idx").is_file() for split in known["bounds"]
         ):
-            return Packing(info, streams, known["bounds"], known["report"])
+            bounds = {split: [ShardSlice(*own) for own in slices] for split, slices in known["bounds"].items()}
+            return Packing(info, streams, bounds, known["report"])
     except (OSError, ValueError, KeyError):
         pass
     record.unlink(missing_ok=True)
@@ -88,42 +93,64 @@ def plan_packing(context: Context) -> Packing:
     bounds = {}
     for split, plan in plans.items():
         plan.write(folder / f"plan-{split}.idx")
-        slices = split_into_shards(plan.n_tokens, info.shard_size_tokens)
-        bounds[split] = [(part.start, part.stop) for part in slices]
+        bounds[split] = cut_into_shards(plan, split, info)
     report = describe_plan(info, documents, plans, bounds["train"])
-    write_atomic(record, json.dumps({"corpus": info.corpus, "bounds": bounds, "report": report}))
+    relative = [os.path.relpath(path, context.layout.root) for path in streams]
+    known = {"corpus": info.corpus, "bounds": bounds, "report": report}
+    origin = {"info": info.model_dump(), "streams": relative, "tokenizer": context.config.tokenizer.model_dump()}
+    write_atomic(record, json.dumps({**known, **origin}))
     return Packing(info, streams, bounds, report)
 
 
 def describe_plan(
-    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[tuple[int, int]]
+    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[ShardSlice]
 ) -> dict[str, Any]:
     """What the plan takes from each source, and how far the mixture is from its target at the shards' ends."""
-    train = plans["train"]
-    total = int(train.n_tokens.sum())
-    ends = np.array([end for _, end in bounds]) - 1
-    at_ends = np.cumsum(train.n_tokens)[ends]
-    sources, worst = {}, 0.0
+    train, long = plans["train"], plans.get("long")
+    tokens = {split: _tokens_by_source(plan, len(documents)) for split, plan in plans.items()}
+    in_long = tokens.get("long", np.zeros_like(tokens["train"]))
+    together = tokens["train"] + in_long
+    total = int(together.sum())
+    ends = np.array([part.end for part in bounds]) - 1
+    before = int(in_long.sum())
+    at_ends = np.cumsum(train.n_tokens)[ends] + before
+    worst = 0.0
+    sources = {}
     for index, (own, about) in enumerate(zip(documents, info.sources, strict=True)):
-        tokens = np.where(train.source_index == index, train.n_tokens, 0)
-        worst = max(worst, float(np.abs(np.cumsum(tokens)[ends] - about.weight * at_ends).max()))
-        used = {split: int((plan.source_index == index).sum()) for split, plan in plans.items()}
-        held_out = used.get("validation", 0)
-        distinct = min(used["train"], len(own.n_tokens) - held_out)
+        mine = np.where(train.source_index == index, train.n_tokens, 0)
+        worst = max(worst, float(np.abs(in_long[index] + np.cumsum(mine)[ends] - about.weight * at_ends).max()))
+        used = {split: int(((plan.source_index == index) & ~plan.is_insert).sum()) for split, plan in plans.items()}
+        held_out, trained = used.get("validation", 0), used["train"] + used.get("long", 0)
+        distinct = min(trained, len(own.n_tokens) - held_out)
         sources[about.id] = {
             "read": len(own.n_tokens),
             "kept": distinct + held_out,
             "dropped": {"not_needed": len(own.n_tokens) - distinct - held_out},
-            "train_documents": used["train"],
-            "repeated_documents": used["train"] - distinct,
+            "train_documents": trained,
+            "repeated_documents": trained - distinct,
             "validation_documents": held_out,
-            "train_tokens": int(tokens.sum()),
-            "share": int(tokens.sum()) / total,
+            "train_tokens": int(together[index]),
+            "long_context_tokens": int(in_long[index]),
+            "share": int(together[index]) / total,
             "target_share": about.weight,
         }
-    longest = max(int(own.n_tokens.max()) for own in documents)
-    return {"stage": STAGE, "train_tokens": total, "sources": sources, "longest_document_tokens": longest,
-            "largest_deviation_tokens": worst}  # fmt: skip
+    # A long-context window is charged as a whole, like a document.
+    longest = max(before and info.window_tokens, *(int(own.n_tokens.max()) for own in documents))
+    long_context = {
+        "windows": before // info.window_tokens,
+        "tokens": before,
+        "inserts": int(long.is_insert.sum()) if long else 0,
+        "insert_tokens": int(long.n_tokens[long.is_insert].sum()) if long else 0,
+    }
+    return {"stage": STAGE, "train_tokens": total, "long_context": long_context, "sources": sources,
+            "longest_document_tokens": longest, "largest_deviation_tokens": worst}  # fmt: skip
+
+
+def _tokens_by_source(plan: Plan, n_sources: int) -> np.ndarray:
+    """Tokens that each source is charged with, int64."""
+    sums = np.zeros(n_sources, np.int64)
+    np.add.at(sums, plan.source_index, plan.n_tokens)
+    return sums
 
 
 def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
@@ -131,34 +158,36 @@ def pack_tasks(context: Context, packing: Packing) -> dict[str, list[Task]]:
     tasks: dict[str, list[Task]] = {}
     for split, bounds in packing.bounds.items():
         plan = context.layout.state / STAGE / f"plan-{split}.idx"
-        folder = split_folder(context, split)
+        folder = packed_split(context.layout, split)
         tasks[split] = []
-        for index, (begin, end) in enumerate(bounds):
+        for index, (begin, end, n_tokens) in enumerate(bounds):
             key = fingerprint(packing.info.corpus, split, index, begin, end)
             position = Position.model_validate({"split": split, "index": index, "count": len(bounds)})
             output = folder / shard_name(index)
-            work = PackShard(plan, begin, end, packing.streams, packing.info, position, key, output)
+            work = PackShard(
+                plan, begin, end, packing.streams, context.config.tokenizer, packing.info, position, key, output
+            )
             record = context.layout.state / STAGE / f"{split}-{index:05d}.json"
-            tasks[split].append(Task(record, key, work.n_bytes, work))
+            tasks[split].append(Task(record, key, n_tokens * TOKEN_BYTES, work))
     return tasks
 
 
-def split_folder(context: Context, split: str) -> Path:
-    """Where the shards of a split go."""
-    return context.layout.shards if split == "train" else context.layout.shards / split
-
-
-def finish_split(context: Context, packing: Packing, split: str, tasks: list[Task]) -> Manifest:
-    """Write a split's shards, then its manifest."""
-    folder = split_folder(context, split)
-    if not _is_of(folder, packing.info):
-        # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    run_tasks(tasks, workers=context.workers, label=f"pack {split}")
-    remove_strays(folder, [shard_name(index) for index in range(len(tasks))])
-    manifest = build_manifest(folder)
-    write_if_changed(folder / MANIFEST_NAME, manifest.to_json())
-    return manifest
+def write_shards(context: Context, packing: Packing) -> tuple[dict[str, Manifest], list[Commit]]:
+    """Write the shards of all splits, then a manifest for each; returns these and the tasks' commits."""
+    tasks = pack_tasks(context, packing)
+    for split in tasks:
+        folder = packed_split(context.layout, split)
+        if not _is_of(folder, packing.info):
+            # Shards of another packing are about to be replaced: no manifest may vouch for a mixture of the two.
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    commits = run_by_source(tasks, workers=context.workers, label=STAGE)
+    manifests = {}
+    for split in tasks:
+        folder = packed_split(context.layout, split)
+        remove_strays(folder, [shard_name(index) for index in range(len(tasks[split]))])
+        manifests[split] = build_manifest(folder)
+        write_if_changed(folder / MANIFEST_NAME, manifests[split].to_json())
+    return manifests, [commit for own in commits.values() for commit in own]
 
 
 def _is_of(folder: Path, info: CorpusInfo) -> bool:
@@ -173,21 +202,26 @@ def run(context: Context) -> dict[str, Any]:
     check_tokenizer(context.config, context.config_name)
     packing = plan_packing(context)
     layout = context.layout
-    manifests = {}
-    for split, tasks in pack_tasks(context, packing).items():
-        manifests[split] = finish_split(context, packing, split, tasks)
-    if "validation" not in manifests:
-        remove_corpus(layout.shards / "validation")
+    manifests, commits = write_shards(context, packing)
+    for split in SPLITS:
+        if split not in manifests:
+            remove_corpus(packed_split(context.layout, split))
+    if "validation" in manifests:
+        publish([layout.shards / "validation"], layout.corpus / "validation")
+    else:
         remove_corpus(layout.corpus / "validation")
         say("no document was held out for validation: the corpus is small, or validation_share is 0")
-    else:
-        publish([layout.shards / "validation"], layout.corpus / "validation")
-    publish([layout.shards], layout.corpus)
+    # Windows align with the start of the corpus alone, so the long-context ones come first.
+    publish([packed_split(context.layout, split) for split in ("long", "train") if split in manifests], layout.corpus)
     report = {
         **packing.report,
         "corpus": str(layout.corpus),
-        "shards": manifests["train"].shard_count,
+        "shards": sum(manifests[split].shard_count for split in ("long", "train") if split in manifests),
         "oversized_documents": manifests["train"].oversized_documents,
+        "work": {
+            "input_bytes": sum(commit.n_bytes for commit in commits),
+            "processed_bytes": sum(commit.processed_bytes for commit in commits),
+        },
         "validation_tokens": manifests["validation"].total_tokens if "validation" in manifests else 0,
     }
     write_if_changed(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")
@@ -198,14 +232,29 @@ def run(context: Context) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     """The mixture as packed, as a table on standard error."""
     table = Table(title="pack: training tokens", box=None, title_justify="left")
-    for name in ("source", "tokens", "share", "target", "documents", "repeated", "validation", "not needed"):
+    for name in (
+        "source",
+        "tokens",
+        "share",
+        "target",
+        "long context",
+        "documents",
+        "repeated",
+        "validation",
+        "not needed",
+    ):
         table.add_column(name, justify="left" if name == "source" else "right")
     for source, own in report["sources"].items():
         numbers = ("train_documents", "repeated_documents", "validation_documents")
-        shares = (f"{own['share']:.2%}", f"{own['target_share']:.2%}")
+        shares = (f"{own['share']:.2%}", f"{own['target_share']:.2%}", f"{own['long_context_tokens']:,}")
         counts = (f"{own[name]:,}" for name in numbers)
         table.add_row(source, f"{own['train_tokens']:,}", *shares, *counts, f"{own['dropped']['not_needed']:,}")
     show_table(table)
+    long_context = report["long_context"]
+    say(
+        f"long context: {long_context['windows']:,} windows, {long_context['tokens']:,} tokens, of which "
+        f"{long_context['insert_tokens']:,} are passkeys ({long_context['inserts']:,} inserts)"
+    )
     say(
         f"{report['corpus']}: {report['train_tokens']:,} training tokens in {report['shards']} shards, "
         f"{report['validation_tokens']:,} for validation; the mixture is within "
@@ -222,12 +271,17 @@ def pack_shards(
     total_tokens: options.TotalTokensOption = None,
     shard_size_tokens: options.ShardSizeOption = None,
     workers: options.WorkersOption = None,
+    executor: options.ExecutorOption = "pool",
+    ray_address: options.RayAddressOption = None,
+    task_index: options.TaskIndexOption = 0,
+    task_count: options.TaskCountOption = 1,
     data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Mix tokens/ into shards and make pretrain_chinchilla/ of them."""
-    context = options.make_context(mixture, data_config, data_root, source, workers, total_tokens, shard_size_tokens)
-    options.run_stage(run, context, as_json)
+    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
+    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
+    return options.run_stage(run, context, as_json)
 
 
 if __name__ == "__main__":

@@ -86,12 +86,17 @@ def tokenize(
     data_config: options.DataConfigOption = None,
     source: options.SourceOption = None,
     workers: options.WorkersOption = None,
+    executor: options.ExecutorOption = "pool",
+    ray_address: options.RayAddressOption = None,
+    task_index: options.TaskIndexOption = 0,
+    task_count: options.TaskCountOption = 1,
     data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Encode clean/ into tokens/SOURCE/tokens.bin."""
-    context = options.make_context(mixture, data_config, data_root, source, workers)
-    options.run_stage(run, context, as_json)
+    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
+    context = options.make_context(mixture, data_config, data_root, source, who)
+    return options.run_stage(run, context, as_json)
 
 
 if __name__ == "__main__":

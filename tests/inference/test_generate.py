@@ -7,7 +7,7 @@ import torch
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.inference import generate as generate_module
-from gpt_oss_lite.inference.generate import Sampler, covering_scale, generate
+from gpt_oss_lite.inference.generate import Sampler, Speed, covering_scale, generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from shared_data.errors import UserError
 
@@ -155,10 +155,77 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
     assert torch.allclose(result[best].double(), probs[best] / probs[best].sum(), atol=1e-6)
 
 
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.09, 4), (0.11, 3), (0.31, 2), (0.61, 1), (1.0, 1)])
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(min_p: float, kept: int) -> None:
+    probs = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64)
+    result = Sampler(1.0, min_p=min_p).probabilities(probs.log()[None])[0]
+    best = probs.argsort(descending=True)[:kept]
+    assert result.count_nonzero() == kept
+    assert torch.allclose(result[best].double(), probs[best] / probs[best].sum(), atol=1e-6)
+
+
+def test_filters_together_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(6, 50, generator=generator) * 3, torch.randint(0, 50, (6, 12), generator=generator)
+    seen = torch.zeros(6, 50, dtype=torch.bool).scatter_(1, ids, True)
+    warpers = transformers.LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(1.3),
+            transformers.TemperatureLogitsWarper(0.7),
+            transformers.TopKLogitsWarper(20),
+            transformers.TopPLogitsWarper(0.95),
+            transformers.MinPLogitsWarper(0.02),
+        ]
+    )
+    sampler = Sampler(0.7, top_k=20, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
+    theirs = warpers(ids, logits).softmax(-1)
+    assert torch.allclose(sampler.probabilities(logits, seen), theirs, atol=1e-6)
+    without = Sampler(0.7, top_k=20, top_p=0.95, min_p=0.02).probabilities(logits)
+    assert not torch.allclose(without, theirs, atol=1e-3)
+
+
+def test_a_repetition_penalty_counts_prompt_and_new_tokens(model: GPTOSS) -> None:
+    """So large a penalty that greedy decoding never repeats a token while there is another."""
+    (free,) = generate(model, [[1, 2, 3]], 40, temperature=0)
+    assert len(set(free.ids)) < 40
+    (penalised,) = generate(model, [[1, 2, 3]], 40, temperature=0, repetition_penalty=1e9)
+    assert len({1, 2, 3, *penalised.ids}) == 43
+    alone = generate(model, [[4, 5, 6]], 20, temperature=0, repetition_penalty=1.5)
+    together = generate(model, [[1, 2, 3], [4, 5, 6]], 20, temperature=0, repetition_penalty=1.5)
+    assert together[1] == alone[0]
+
+
+def test_tokens_are_handed_out_as_they_come(model: GPTOSS, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [[1, 2], [3], [5, 6]]
+    free = generate(model, prompts, 12, temperature=0)
+    stop = free[1].ids[5]
+    came: list[tuple[int, int]] = []
+    samples = generate(
+        model, prompts, 12, temperature=0, stop_ids=[stop], on_token=lambda row, token: came.append((row, token))
+    )
+    assert samples[1].stopped
+    for row, sample in enumerate(samples):
+        assert [token for number, token in came if number == row] == sample.ids
+    assert [row for row, _ in came[:4]] == [0, 2, 0, 2]  # step by step, not row by row
+    assert capsys.readouterr().err == ""
+
+
+def test_speed_counts_prompts_and_the_tokens_after_the_first(model: GPTOSS) -> None:
+    speed = Speed()
+    assert speed.decode_tokens_per_s is None
+    generate(model, [[1, 2, 3], [4, 5, 6], [7]], 9, temperature=0, speed=speed)
+    assert (speed.prefill_tokens, speed.decode_tokens) == (7, 3 * 8)
+    assert speed.prefill_s > 0
+    assert speed.decode_tokens_per_s == speed.decode_tokens / speed.decode_s
+    generate(model, [[1]], 1, speed=speed)
+    assert (speed.prefill_tokens, speed.decode_tokens) == (8, 24)
+
+
 def test_drawn_tokens_follow_the_probabilities() -> None:
     probs = torch.tensor([0.1, 0.2, 0.7])
     model = GPTOSS(CONFIG.replace(vocab_size=3, padded_vocab_size=None))
-    decoder = generate_module._Decoder(model, Sampler(), [torch.Generator().manual_seed(0) for _ in range(1)], [])
+    decoder = generate_module._Decoder(model, Sampler(), {0: torch.Generator().manual_seed(0)}, [])
     drawn = torch.cat([decoder._draw(probs.log()[None]) for _ in range(4000)])
     assert torch.allclose(drawn.bincount(minlength=3) / 4000, probs, atol=0.03)
 
@@ -205,6 +272,9 @@ def test_beyond_the_trained_length_the_scale_follows_the_context(model: GPTOSS) 
         ({"top_k": 0}, "top_k is 0: it must be at least 1"),
         ({"top_p": 0.0}, "top_p is 0.0: it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -0.1}, "min_p is -0.1: it must lie between 0 and 1"),
+        ({"min_p": math.nan}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: it must be finite and above 0 (1: off)"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[64]]}, "prompt 0 holds the id 64: the model has rows 0 to 63"),

@@ -47,6 +47,7 @@ def make_corpus(folder: Path, **data_config: Any) -> dict[str, Path]:
         "shard_size_tokens": 4000,
         "validation_share": 0.05,
         "pipeline": {"task_bytes": 40000, "quality": {"min_chars": 60}},
+        "pack": {"long_context": {"share": 0.3, "window_tokens": 1024}},
         **data_config,
     }
     (folder / "data_config.yaml").write_text(yaml.safe_dump(settings))

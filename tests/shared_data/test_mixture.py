@@ -77,6 +77,16 @@ def test_going_on_uses_everything_there_is():
     assert np.bincount(interleave(own, 10**9, "go_on"), minlength=3).tolist() == [3, 0, 2]
 
 
+def test_a_source_that_is_behind_comes_first_and_the_whole_holds_the_mixture():
+    own = supplies([[10] * 1000, [10] * 1000], ["0.75", "0.25"])
+    chosen = interleave(own, 4000, "stop", charged=[800, 0])
+    tokens = [800 + 10 * int((chosen == 0).sum()), 10 * int((chosen == 1).sum())]
+    assert tokens == [3000, 1000]
+    assert (chosen[:26] == 1).all(), "800 of 0.75 and 0 of 0.25: even after 267 tokens"
+    after = np.cumsum(np.where(chosen == 1, 10, 0))[27:]
+    assert np.abs(after - 0.25 * (800 + 10 * np.arange(28, len(chosen) + 1))).max() <= 10
+
+
 def test_the_order_depends_on_seed_source_and_epoch_only():
     hashes = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     first = shuffled(hashes, 42, "web", 0)

@@ -1,5 +1,6 @@
 """The four stages together: formats, accounts, determinism, what is redone, kills."""
 
+import itertools
 import json
 import os
 import random
@@ -41,12 +42,14 @@ def lines_of(root: Path, stage: str, source: str) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def documents_of(folder: Path) -> list[tuple[str, str]]:
-    """(source, text) of every document of a packed corpus, in order."""
+def documents_of(folder: Path, inserts: bool = True) -> list[tuple[str, str]]:
+    """(source, text) of every document of a packed corpus, in order; with the passkey inserts unless not wanted."""
     tokenizer, found = load_tokenizer(), []
     for path in Manifest.load(folder).shard_paths(folder):
         sidecar, ids = read_sidecar(path), np.fromfile(path, "<u4")
-        for start, length, source in zip(sidecar.starts, sidecar.lengths, sidecar.source_index, strict=True):
+        left_out = set() if inserts else set(sidecar.inserts.tolist())
+        columns = zip(sidecar.starts, sidecar.lengths, sidecar.source_index, strict=True)
+        for start, length, source in (line for n, line in enumerate(columns) if n not in left_out):
             found.append((sidecar.sources[source], tokenizer.decode(ids[start : start + length - 1].tolist())))
     return found
 
@@ -110,7 +113,7 @@ def test_one_task_makes_one_file_and_several_make_numbered_parts(done, tmp_path)
 def test_the_corpus_holds_clean_documents_in_the_mixtures_shares(done):
     _, context, reports = done
     layout = context.layout
-    documents = documents_of(layout.corpus)
+    documents = documents_of(layout.corpus, inserts=False)
     kept = {source: {own["text"] for own in lines_of(layout.root, "clean", source)} for source in WEIGHTS}
     assert all(text in kept[source] for source, text in documents)
     assert len(set(documents)) == len(documents)
@@ -142,10 +145,13 @@ def test_validation_is_apart_and_the_corpus_shares_its_bytes_with_shards(done):
     train, validation = documents_of(layout.corpus), documents_of(layout.corpus / "validation")
     assert validation
     assert not {text for _, text in train} & {text for _, text in validation}
-    for folder in ("", "validation"):
-        for path in (layout.shards / folder).glob("shard_*"):
-            assert path.samefile(layout.corpus / folder / path.name)
-            assert not path.is_symlink()
+    packed = [sorted((layout.shards / split).glob("shard_*.bin")) for split in ("long", "", "validation")]
+    published = [sorted((layout.corpus / split).glob("shard_*.bin")) for split in ("", "validation")]
+    assert all(packed)
+    for path, own in zip(*(itertools.chain(*own) for own in (packed, published)), strict=True):
+        for suffix in (".bin", ".idx"):
+            assert path.with_suffix(suffix).samefile(own.with_suffix(suffix))
+            assert not own.with_suffix(suffix).is_symlink()
 
 
 @pytest.mark.parametrize("forbidden", [("link",), ("link", "symlink")])
@@ -187,9 +193,9 @@ class Runs:
         self.names: list[str] = []
         plain = executor.write_commit
 
-        def counted(record, key, outputs, counts):
+        def counted(record, *rest):
             self.names.append(f"{record.parent.name}/{record.stem.split('-')[0]}")
-            return plain(record, key, outputs, counts)
+            return plain(record, *rest)
 
         monkeypatch.setattr(executor, "write_commit", counted)
 
@@ -222,7 +228,7 @@ def test_only_what_depends_on_a_change_is_redone(fresh, monkeypatch):
 
     edit_yaml(fresh / "data_config.yaml", total_tokens=15000)
     run_all(context_of(fresh))
-    assert runs.since_last() == {"pack/train", "pack/validation"}
+    assert runs.since_last() == {"pack/long", "pack/train", "pack/validation"}
 
     with open(path, "a") as file:
         file.write(
@@ -303,6 +309,7 @@ def test_packing_anew_and_killed_never_leaves_a_manifest_that_lies(fresh):
     edit_yaml(fresh / "data_config.yaml", total_tokens=15000, shard_size_tokens=3000)
     context = context_of(fresh)
     folders = [root / split for root in (context.layout.shards, context.layout.corpus) for split in ("", "validation")]
+    folders.append(context.layout.shards / "long")
     seen = set()
     for countdown in range(1, 60, 4):
         child = os.fork()

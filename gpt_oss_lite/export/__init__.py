@@ -1,0 +1,1 @@
+"""Checkpoints as Hugging Face folders, and stock gpt-oss checkpoints as ours."""

@@ -1,0 +1,193 @@
+"""A run in the terminal: where it stands, how fast it goes, what is left, how its experts share the work.
+
+Reads what the run writes, so it can be started and stopped at any time, also after the run.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gpt_oss_lite.report.chart import number
+from gpt_oss_lite.report.curves import Floats, bucket_means, finite, smooth
+from gpt_oss_lite.report.run_charts import event_text
+from gpt_oss_lite.report.run_log import RunLog, RunReader
+from gpt_oss_lite.training.logger import format_duration
+
+BARS = "▁▂▃▄▅▆▇█"
+LAST_EVENTS = 6
+MAX_EXPERTS_SHOWN = 16
+SILENT_INTERVALS = 5
+"""A run that has logged nothing for so many times its usual interval, and a minute, is called silent."""
+
+
+def watch(folder: Path, interval: float) -> None:
+    """Show a run until it ends, or once where there is no terminal or the run has ended.
+
+    Raises:
+        UserError: there is no run.
+    """
+    reader, console = RunReader(folder), Console()
+    if not console.is_terminal or reader.read().ending is not None:
+        log = reader.read()
+        if console.is_terminal:
+            console.print(screen(log, time.time(), console.width))
+        else:
+            for label, text in lines(log, time.time(), 60):
+                print(f"{label:<12}{text}")
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            log = reader.read()
+            live.update(screen(log, time.time(), console.width), refresh=True)
+            if log.ending is not None:
+                return
+            time.sleep(interval)
+
+
+def figures(log: RunLog, now: float) -> dict[str, Any]:
+    """What `--json` prints: the run's standing and the newest row."""
+    row = log.rows[-1] if log.rows else None
+    result = {"run": str(log.folder), "status": standing(log, now), "stop_step": log.stop_step,
+              "seconds_left": seconds_left(log), "row": row}  # fmt: skip
+    return {**result, "evaluation": log.evaluations[-1] if log.evaluations else None}
+
+
+def standing(log: RunLog, now: float) -> str:
+    """`running`, `silent for 12 min`, or how the run ended."""
+    if log.ending is not None:
+        return log.status
+    times = log.column("time")
+    if not len(times):
+        return "no step logged yet"
+    usual = float(np.median(np.diff(times[-21:]))) if len(times) > 1 else 0.0
+    newest = max(float(times[-1]), *(event.get("time", 0.0) for event in log.events[-1:]), 0.0)
+    silence = now - newest
+    if silence > max(60.0, SILENT_INTERVALS * usual):
+        return f"silent for {format_duration(silence)}: killed, or it hangs"
+    return f"running, last sign {format_duration(max(silence, 0.0))} ago"
+
+
+def seconds_left(log: RunLog) -> float | None:
+    """Time to the last step at the speed of the newest row; None when it is not known, or there is none left."""
+    if not log.rows or log.stop_step is None or log.ending is not None:
+        return None
+    speed = log.column("tokens_per_s")[-1]
+    steps = log.stop_step - log.rows[-1]["step"]
+    return steps * log.tokens_per_step / speed if steps > 0 and speed > 0 else None
+
+
+def sparkline(values: Sequence[float] | Floats, width: int, floor: float | None = None) -> str:
+    """Values as a row of bars from the smallest (or `floor`) up; where more come than fit, means over spans."""
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return ""
+    means, _ = bucket_means(known, min(width, len(known)))
+    low, high = means.min() if floor is None else floor, means.max()
+    places = (means - low) / (high - low) * (len(BARS) - 1) if high > low else np.zeros(len(means))
+    return "".join(BARS[int(place)] for place in places.round())
+
+
+def lines(log: RunLog, now: float, width: int) -> list[tuple[str, str]]:
+    """(label, text) of everything that is shown, in order; `width` is that of the sparklines."""
+    shown = [("run", f"{log.name}: {standing(log, now)}")]
+    if log.rows:
+        shown += [("progress", _progress(log)), *_loss(log, width), *_speed(log, width), *_update(log.rows[-1])]
+        shown += [(label, text.plain) for label, text in experts(log)]
+    return shown + [("event" if index == 0 else "", line) for index, line in enumerate(_events(log))]
+
+
+def screen(log: RunLog, now: float, width: int) -> RenderableType:
+    """The same for a terminal, with a bar and colours."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    if log.rows and log.stop_step:
+        grid.add_row("", ProgressBar(total=log.stop_step, completed=log.rows[-1]["step"]))
+    coloured = dict(experts(log))
+    for label, text in lines(log, now, max(width - 20, 10))[1:]:
+        grid.add_row(label, coloured.get(label, Text(text)))
+    style = (
+        "green" if log.ending and log.ending["event"] == "done" else "yellow" if "silent" in standing(log, now) else ""
+    )
+    title = Text(f" {log.name}: {standing(log, now)} ", style=f"bold {style}")
+    return Panel(grid, title=title, title_align="left")
+
+
+def experts(log: RunLog) -> Iterator[tuple[str, Text]]:
+    """A line for each layer: load of each expert as a multiple of its share, and the busiest."""
+    load = log.expert_load
+    if not load.size:
+        return
+    ratios = load[-1] / load[-1].mean(axis=1, keepdims=True)
+    for layer, ratio in enumerate(ratios):
+        text = Text()
+        if len(ratio) <= MAX_EXPERTS_SHOWN:
+            for value in ratio:
+                text.append(f"{value:4.2f} ", style=_colour(value))
+        else:
+            text.append(f"{ratio.min():4.2f} ", style=_colour(ratio.min()))
+            text.append(f"to {ratio.max():4.2f} over {len(ratio)} experts ", style=_colour(ratio.max()))
+        text.append(f"| busiest {ratio.max():.2f}", style="dim")
+        yield f"layer {layer}", text
+
+
+def _colour(ratio: float) -> str:
+    if ratio >= 2 or ratio <= 0.25:
+        return "bold red"
+    return "yellow" if ratio >= 1.5 or ratio <= 0.5 else ""
+
+
+def _progress(log: RunLog) -> str:
+    row, left = log.rows[-1], seconds_left(log)
+    share = f" of {log.stop_step:,} ({row['step'] / log.stop_step:.1%})" if log.stop_step else ""
+    time_left = "" if left is None else f" | {format_duration(left)} left"
+    return f"step {row['step']:,}{share} | {number(row['tokens'])} tokens{time_left}"
+
+
+def _loss(log: RunLog, width: int) -> Iterator[tuple[str, str]]:
+    _, losses = finite(log.tokens, log.column("ce"))
+    if len(losses):
+        yield "loss", f"{losses[-1]:.4f} | smoothed {smooth(losses)[-1]:.4f} | least logged {losses.min():.4f}"
+        yield "", f"{sparkline(np.log(np.maximum(losses, 1e-9)), width)}"
+    if log.evaluations:
+        newest = log.evaluations[-1]
+        bits = newest.get("bits_per_byte")
+        text = f"{newest.get('loss') or math.nan:.4f} at step {newest['step']:,}"
+        yield "validation", text + (f" | {bits:.4f} bits per byte" if bits else "")
+
+
+def _speed(log: RunLog, width: int) -> Iterator[tuple[str, str]]:
+    row, speed = log.rows[-1], log.column("tokens_per_s")
+    mfu = "n/a" if row.get("mfu") is None else f"{row['mfu']:.1%}"
+    wait = row.get("data_wait_s") or 0.0
+    text = f"{number(speed[-1])} tok/s | MFU {mfu} | {row.get('memory_gib') or math.nan:.2f} GiB"
+    yield "speed", f"{text} | data wait {1000 * wait:.1f} ms a step"
+    yield "", sparkline(speed, width, floor=0.0)
+
+
+def _update(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    norm, aux = (math.nan if row.get(key) is None else row[key] for key in ("grad_norm", "aux"))
+    entropy = row.get("router_entropy") or [math.nan]
+    yield "update", f"lr {row.get('lr') or 0.0:.2e} | gradient norm {norm:.3f}"
+    yield "routers", f"balancing loss {aux:.3f} | entropy {np.mean(entropy):.3f} nats; load over share, by expert:"
+
+
+def _events(log: RunLog) -> list[str]:
+    newest_save = next((event for event in reversed(log.events) if event["event"] == "save"), None)
+    newest = [e for e in log.events if e["event"] not in ("eval", "save") or e is newest_save][-LAST_EVENTS:]
+    return [f"{_clock(event.get('time'))} {event_text(event)}" for event in newest]
+
+
+def _clock(seconds: float | None) -> str:
+    return "--:--:--" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,108 @@
+"""The corpus's page: figures from the reports and the manifest, real samples, one self-contained file."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from pipeline_corpus import WEIGHTS, context_of, make_corpus, run_all
+
+from shared_data.dropped import dropped_samples
+from shared_data.manifest import Manifest
+from shared_data.page import gather, render, write_page
+
+VOID = {"meta", "br"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    make_corpus(folder)
+    path = folder / "sources" / "web.jsonl"
+    lines = [{"text": "<script>alert(1)</script> & \x00 tiny"}, {"nothing": 1}, {"text": ""}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + path.read_text() + "{broken\n")
+    context = context_of(folder)
+    return context, run_all(context)
+
+
+class Checker(HTMLParser):
+    """Every element closed in order, and nothing loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag not in ("script", "link", "img", "iframe")
+        assert not {name for name, _ in attributes} & {"src", "href", "onclick"}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_self_contained_and_shows_the_reports_figures(done):
+    context, reports = done
+    page = write_page(context).read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    text = "".join(checker.text)
+    manifest = Manifest.load(context.layout.corpus)
+    assert f"{manifest.total_tokens:,}" in text
+    for source in WEIGHTS:
+        assert f"{manifest.sources[source].tokens:,}" in text
+        assert f"{reports['pack']['sources'][source]['share']:.2%}" in text
+        assert f"{source} · {reports['pack']['sources'][source]['train_documents']:,} documents" in text
+        for reason, count in reports["clean"]["sources"][source]["dropped"].items():
+            assert re.search(rf"{reason} {count:,}(?!\d)", text)
+    duplicates = sum(own["dropped"]["duplicate"] for own in reports["clean"]["sources"].values())
+    kept = sum(own["kept"] for own in reports["clean"]["sources"].values())
+    assert f"{duplicates / (kept + duplicates):.2%}" in text
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_samples_are_what_the_rules_dropped_and_no_more(done):
+    context, reports = done
+    for source in context.sources:
+        samples = dropped_samples(context, source)
+        dropped = reports["clean"]["sources"][source.id]["dropped"]
+        assert {reason: min(3, count) for reason, count in dropped.items()} == {
+            reason: len(own) for reason, own in samples.items()
+        }
+    web = dropped_samples(context, context.sources[0])
+    assert all(len(sample.text.strip()) < 60 for sample in web["too_short"])
+    assert any("<script>" in sample.text for sample in web["too_short"])
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; \ufffd tiny" in render(gather(context))
+
+
+def test_without_raw_text_or_reports_the_rest_is_still_shown(done, tmp_path):
+    context, _ = done
+    shutil.copytree(context.layout.root, tmp_path / "data")
+    for name in ("raw", "state"):
+        shutil.rmtree(tmp_path / "data" / name)
+    bare = context_of(tmp_path.parent / context.layout.root.parent, root=str(tmp_path / "data"))
+    page = render(gather(bare))
+    assert "Training tokens by source" in page
+    assert "What the rules dropped" not in page
+    Checker().feed(page)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_it_without_a_word_on_its_console(done, tmp_path):
+    context, _ = done
+    path = write_page(context, tmp_path / "page.html")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "<dt>training tokens</dt>" in ran.stdout
+    assert "CONSOLE" not in ran.stderr
