@@ -98,6 +98,9 @@ def pretrain(
     init_from: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start a new run from another's newest weights.")
     ] = None,
+    profile: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Write a trace and a kernel table of N steps.")
+    ] = None,
     accept_no_nan_guard: Annotated[
         bool, typer.Option("--i-accept-no-nan-guard", help="Needed with training.nan_guard: false.")
     ] = False,
@@ -122,6 +125,7 @@ def pretrain(
         resume_latest=resume is not None,
         auto_resume=auto_resume,
         init_from=init_from,
+        profile=profile,
         accept_no_nan_guard=accept_no_nan_guard,
         allow_changed=allow_changed,
     )

@@ -49,8 +49,8 @@ def count_with_unit(count: float) -> str:
 class ProgressReporter:
     """Progress of one piece of work with a known or unknown total. Make it with `progress`."""
 
-    def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None) -> None:
-        self._label, self._total, self._unit, self._bar = label, total, unit, bar
+    def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None, lines: bool) -> None:
+        self._label, self._total, self._unit, self._bar, self._lines = label, total, unit, bar, lines
         self._done = 0.0
         self._started = self._last_line = time.monotonic()
         self._task = bar.add_task(label, total=total, rate="") if bar else None
@@ -64,7 +64,7 @@ class ProgressReporter:
         rate = f"{count_with_unit(self._rate())} {self._unit}/s"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=self._done, rate=rate)
-        elif time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
+        elif self._lines and time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
             self._last_line = time.monotonic()
             share, left = "", ""
             if self._total:
@@ -72,24 +72,45 @@ class ProgressReporter:
                 left = f", {max(self._total - self._done, 0) / self._rate():.0f} s left"
             say(f"{self._label}: {count_with_unit(self._done)}{share} {self._unit}, {rate}{left}")
 
+    def remove(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar and self._task is not None:
+            self._bar.remove_task(self._task)
+
+
+_shown: list[Progress] = []
+"""The bars on the screen, at most one group: work within work gets a bar below the other's."""
+
 
 @contextmanager
-def progress(label: str, total: float | None, unit: str) -> Iterator[ProgressReporter]:
+def progress(label: str, total: float | None, unit: str, *, lines: bool = True) -> Iterator[ProgressReporter]:
     """Report progress of work that may last over two seconds.
 
     Args:
         label: what is being done, e.g. "clean fineweb".
         total: units in all, None when unknown.
         unit: name of the unit, e.g. "documents", "B", "tokens".
+        lines: whether to print lines where there is no terminal; False for work that logs its own.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield ProgressReporter(label, total, unit, None)
+        yield ProgressReporter(label, total, unit, None, lines)
+        return
+    if _shown:
+        within = ProgressReporter(label, total, unit, _shown[0], lines)
+        try:
+            yield within
+        finally:
+            within.remove()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                TextColumn("{task.fields[rate]}"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=False) as bar:
-        yield ProgressReporter(label, total, unit, bar)
+        _shown.append(bar)
+        try:
+            yield ProgressReporter(label, total, unit, bar, lines)
+        finally:
+            _shown.pop()
 
 
 def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str | None = None) -> int:

@@ -34,8 +34,11 @@ def bucket_of(digests: np.ndarray, n_buckets: int) -> np.ndarray:
     return leading * n_buckets >> 16
 
 
-def write_digests(path: Path, digests: Sequence[bytes], n_buckets: int) -> None:
-    """Write the digests of a piece, grouped by bucket, each with its line number."""
+def write_digests(path: Path, digests: Sequence[bytes], n_buckets: int, bands: np.ndarray | None = None) -> None:
+    """Write the digests of a piece of N documents, grouped by bucket, each with its line number.
+
+    `bands`, if given, goes with them: uint64 (N, bands), in the order of the lines (see `near`).
+    """
     array = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     buckets = bucket_of(array, n_buckets)
     order = np.argsort(buckets, kind="stable")
@@ -45,6 +48,8 @@ def write_digests(path: Path, digests: Sequence[bytes], n_buckets: int) -> None:
         "lines": order.astype(np.int64),
         "offsets": offsets.astype(np.int64),
     }
+    if bands is not None:
+        content["bands"] = bands
     write_atomic(path, save_safetensors(content, metadata={"digests": json.dumps({"version": 1})}))
 
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ from rich.table import Table
 from shared_data.cleaning import filter_span
 from shared_data.config import Source
 from shared_data.console import say
-from shared_data.download import write_raw
+from shared_data.download import BYTES_PER_TOKEN, write_raw
 from shared_data.filters import normalise
 from shared_data.layout import resolve_source_path
 from shared_data.manifest import TOKEN_BYTES
-from shared_data.records import COMPRESSED_SUFFIXES, Document, Span, find_files, read_documents
+from shared_data.records import COMPRESSED_SUFFIXES, PLAIN, Document, Span, find_files, read_documents
+from shared_data.remote import is_url
 from shared_data.scripts.clean import rules_of
 from shared_data.scripts.download_raw import fields_of
 from shared_data.stage import Context, show_table
-from shared_data.tokenizer import load_tokenizer
+from shared_data.tokenizing import tokenizer_of
 
-# Of English text with the LLaMA-3 tokenizer; code and other languages have fewer bytes a token.
-BYTES_PER_TOKEN = 4.4
 # Of compressed text and parquet.
 COMPRESSION_RATIO = 3.0
 # All four stages, per core; docs/data.md says where it was measured.
@@ -58,7 +57,7 @@ ASSUMED = Sample(1.0, 1.0, BYTES_PER_TOKEN, BYTES_PER_SECOND_PER_WORKER)
 def sample_source(source: Source, paths: list[Path], context: Context) -> Sample:
     """Prepare the beginnings of some of a source's files; ASSUMED where they hold no text."""
     chosen = paths[:: max(1, len(paths) // SAMPLED_FILES)][:SAMPLED_FILES]
-    tokenizer = load_tokenizer(context.config.tokenizer.name)
+    tokenizer = tokenizer_of(context.config.tokenizer)
     started = time.perf_counter()
     beginnings = [_beginning(path, source) for path in chosen]
     documents = [document for beginning in beginnings for document in beginning.documents]
@@ -70,7 +69,8 @@ def sample_source(source: Source, paths: list[Path], context: Context) -> Sample
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "data.jsonl")
         write_raw(documents, raw)
-        for _ in filter_span(Span(raw, raw.name, 0, raw.stat().st_size), rules_of(source, context), counts):
+        rules = replace(rules_of(source, context), fields=PLAIN)
+        for _ in filter_span(Span(raw, raw.name, 0, raw.stat().st_size), rules, counts):
             pass
     tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts)
     seconds = time.perf_counter() - started
@@ -138,8 +138,8 @@ def estimate(context: Context) -> dict[str, Any]:
 
 
 def _paths(source: Source, root: Path) -> list[Path] | None:
-    """The files of a source; None for a data set."""
-    if source.files is None:
+    """The files of a source; None for a data set and for addresses."""
+    if source.files is None or any(map(is_url, source.files)):
         return None
     return find_files([resolve_source_path(name, root) for name in source.files], source.id)
 

@@ -1,75 +1,112 @@
-"""Sources that the library `datasets` reads: data sets of the Hugging Face hub, streamed, and local folders of one.
+"""Data sets of the Hugging Face hub, and local folders of one: which files they are made of, and at which commit.
 
-A data set's files (its shards, as `datasets` calls them) are the tasks: a finished file is never opened again.
+The library `datasets` says which files belong to a configuration and split. They are read here, one by one (`remote`):
+its own streams cannot go on inside a file, or without opening the finished ones again.
 """
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from shared_data.config import Source
 from shared_data.errors import UserError, require_extra
-from shared_data.records import Document, Fields, document_of
+from shared_data.files import write_if_changed
+from shared_data.records import check_suffixes
+from shared_data.remote import Patience, RemoteFile, find_remote_files, may_pass
+
+
+class Revision(BaseModel):
+    """What a source of the hub was when it was first looked up: kept, so that a later run reads the same."""
+
+    model_config = ConfigDict(frozen=True)
+
+    asked: list[str | None]
+    """dataset, config, data_dir, split and revision of the source."""
+    commit: str
+    files: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class DatasetShard:
-    """One file of a data set."""
+class DataFiles:
+    """The files of a data set: on the hub, at a commit, or in a local folder."""
 
-    source: str
-    dataset: str
-    config: str | None
-    data_dir: str | None
-    split: str
-    revision: str | None
-    index: int
-    count: int
-
-    def read(self, fields: Fields) -> Iterator[Document]:
-        """Its documents, in order."""
-        stream = _open(self.source, self.dataset, self.config, self.data_dir, self.split, self.revision)
-        for number, record in enumerate(stream.shard(num_shards=self.count, index=self.index)):
-            yield document_of(record, f"{self.dataset}/{self.index}#{number}", fields)
+    local: list[Path]
+    remote: list[RemoteFile]
+    commit: str | None
 
 
-def dataset_shards(source: Source) -> list[DatasetShard]:
+def data_files(source: Source, record: Path) -> DataFiles:
     """The files of a source's data set.
 
+    Args:
+        source: a source with `dataset`.
+        record: where the commit and the files of a data set of the hub are kept.
+
     Raises:
-        UserError: it cannot be opened: offline, unknown, or gated.
+        UserError: it cannot be opened: offline, unknown, gated, or of another commit than its revision says.
     """
     assert source.dataset is not None
-    args = (source.id, source.dataset, source.config, source.data_dir, source.split, source.revision)
-    count = int(_open(*args).num_shards)
-    return [DatasetShard(*args, index=index, count=count) for index in range(count)]
+    asked = [source.dataset, source.config, source.data_dir, source.split, source.revision]
+    try:
+        known = Revision.model_validate_json(record.read_bytes())
+    except (OSError, ValidationError):
+        known = None
+    if known and known.asked == asked:
+        return DataFiles([], [RemoteFile(**file) for file in known.files], known.commit)
+    names, commit = _look_up(source)
+    if commit is None:
+        return DataFiles(check_suffixes([Path(name) for name in names], source.id), [], None)
+    files = [file for name in names for file in find_remote_files(name, source.id)]
+    files = [RemoteFile(file.url, file.name.partition(commit)[2].strip("/"), file.size, commit) for file in files]
+    kept = Revision(asked=asked, commit=commit, files=[asdict(file) for file in files])
+    write_if_changed(record, kept.model_dump_json(indent=1))
+    return DataFiles([], files, commit)
 
 
-def local_files(source: Source) -> list[Path]:
-    """The files of a data set that is a local folder: what its documents depend on. Empty for the hub."""
-    assert source.dataset is not None
-    folder = Path(source.dataset)
-    return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-
-
-def _open(source: str, dataset: str, config: str | None, data_dir: str | None, split: str, revision: str | None) -> Any:
-    # A stream has no total: the library's bars would only mix with ours.
+def _look_up(source: Source) -> tuple[list[str], str | None]:
+    """Names of a data set's files, and its commit; None for a local folder."""
+    # The library's bars would only mix with ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     datasets = require_extra("datasets", "data")
-    try:
-        return datasets.load_dataset(dataset, config, data_dir=data_dir, split=split, revision=revision, streaming=True)
-    except Exception as error:
-        # The library raises its own, the hub client's and the network's errors; each is told in one line.
-        raise UserError(f"source {source}: dataset {dataset}: {_explain(dataset, error)}") from None
+
+    def build() -> Any:
+        try:
+            return datasets.load_dataset_builder(
+                source.dataset, source.config, data_dir=source.data_dir, revision=source.revision
+            )
+        except Exception as error:
+            # The library raises its own, the hub client's and the network's errors; each is told in one line.
+            if may_pass(error) and not Path(str(source.dataset)).is_absolute():
+                raise
+            raise UserError(f"source {source.id}: dataset {source.dataset}: {explain(source, error)}") from None
+
+    config = Patience(f"source {source.id}: dataset {source.dataset}").until_it_works(build).config
+    splits = {str(split): [str(name) for name in names] for split, names in (config.data_files or {}).items()}
+    if source.split not in splits:
+        raise UserError(
+            f"source {source.id}: dataset {source.dataset} has no split {source.split!r}; it has: {', '.join(splits)}"
+        )
+    names = splits[source.split]
+    commits = {name.partition("@")[2].partition("/")[0] for name in names if name.startswith("hf://")}
+    if not commits:
+        return names, None
+    (commit,) = commits
+    wanted = source.revision
+    if wanted and len(wanted) == 40 and wanted != commit:
+        raise UserError(f"source {source.id}: revision is {wanted}, but the hub has the commit {commit} under it")
+    return names, commit
 
 
-def _explain(dataset: str, error: Exception) -> str:
-    kind = type(error).__name__
+def explain(source: Source, error: Exception) -> str:
+    """The reason why a data set cannot be opened, and what to do where we know it."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     words = " ".join(str(error).split())[:300]
-    if "gated" in words.lower() or kind == "GatedRepoError":
+    if "gated" in words.lower() or "GatedRepoError" in kinds or ("DatasetNotFoundError" in kinds and "log" in words):
         return (
-            f"it is gated: accept its terms at https://huggingface.co/datasets/{dataset} and log in with "
+            f"it is gated: accept its terms at https://huggingface.co/datasets/{source.dataset} and log in with "
             "`hf auth login` (or set HF_TOKEN)"
         )
-    return f"cannot be opened ({kind}: {words})"
+    return f"cannot be opened ({type(error).__name__}: {words})"

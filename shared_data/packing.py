@@ -26,8 +26,7 @@ from shared_data.long_context import Insert, pack_windows, window_counts, window
 from shared_data.manifest import TOKEN_DTYPE, CorpusInfo, Position, sidecar_path
 from shared_data.mixture import Supply, check_supply, interleave, is_validation, shuffled
 from shared_data.shard_writer import ShardWriter, safe_progress, split_into_shards
-from shared_data.tokenizer import load_tokenizer
-from shared_data.tokenizing import HEADER_BYTES, read_index
+from shared_data.tokenizing import HEADER_BYTES, read_index, tokenizer_of
 
 OPEN_STREAMS = 256
 INSERT = -1
@@ -206,7 +205,7 @@ def _plan_windows(
         if some
     ]
     indices = [index for index, some in enumerate(windows) if some]
-    tokenizer = load_tokenizer(config.tokenizer.name)
+    tokenizer = tokenizer_of(config.tokenizer)
     streams, used = np.cumsum([0, *(len(own.streams) for own in documents)]), [0] * len(documents)
     lines: list[tuple[int, int, int, int, int]] = []
     for supply in interleave(supplies, total * window_tokens, "go_on").tolist():
@@ -293,7 +292,7 @@ class PackShard:
             for row in range(writer.done, len(plan.n_tokens)):
                 begin, length = int(plan.offset[row]), int(plan.n_tokens[row])
                 if plan.stream[row] == INSERT:
-                    writer.add(Insert.of_code(begin, length).ids(load_tokenizer(self.tokenizer.name)))
+                    writer.add(Insert.of_code(begin, length).ids(tokenizer_of(self.tokenizer)))
                 else:
                     writer.add(stream(self.streams[plan.stream[row]])[begin : begin + length])
             sha256 = writer.finish()

@@ -77,12 +77,13 @@ def prepare(
          "--task-count": task_count}
     )  # fmt: skip
     shared += [word for name in source or () for word in ("--source", name)]
-    sizes = _words({"--total-tokens": total_tokens, "--shard-size-tokens": shard_size_tokens})
+    tokens = _words({"--total-tokens": total_tokens})
+    sizes = {"download_raw": tokens, "pack_shards": tokens + _words({"--shard-size-tokens": shard_size_tokens})}
     skipped = {"download_raw": skip_download, "clean": skip_clean, "tokenize": skip_tokenize}
     for name in STAGES:
         if skipped.get(name):
             continue
-        code = run_module(name, shared + (sizes if name == "pack_shards" else []))
+        code = run_module(name, shared + sizes.get(name, []))
         if code == options.EXIT_OTHERS_NOT_DONE:
             say(f"job {task_index} of {task_count} has done its share for now; start it again when all have ended")
             return 0

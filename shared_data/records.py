@@ -7,36 +7,52 @@ any size read each line once. A document that cannot be read is returned as a re
 import functools
 import glob
 import gzip
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from shared_data.errors import UserError, require_extra
+from shared_data.html import text_of_html
 from shared_data.tokenizer import replace_lone_surrogates
 
 CHUNK_BYTES = 1 << 20
 LINE_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
+HTML_SUFFIXES = (".html", ".htm")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, each also with .gz or .zst, and .parquet"
+ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, .html, .htm, each also with .gz or .zst, and .parquet"
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a record keeps its text."""
+    """Where a record keeps its text, and what else is asked of it."""
 
     text_field: str
     extra_text_field: str | None
     separator: str
+    html: bool = False
+    """The text is HTML."""
+    licence_field: str | None = None
+    licences: tuple[str, ...] | None = None
+    """Licences allowed, in small letters; a record whose licence field names none, or another, is dropped."""
 
     def names(self) -> list[str]:
-        """The fields to read."""
+        """The fields of the text."""
         return [name for name in (self.text_field, self.extra_text_field) if name]
+
+    def columns(self) -> list[str]:
+        """All fields that must be there."""
+        return [*self.names(), *([self.licence_field] if self.licence_field else [])]
+
+
+PLAIN = Fields("text", None, "")
+"""Where the stages' own files keep their text."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +75,14 @@ class Document:
     reason: str | None = None
     repairs: Mapping[str, int] | None = None
     """Changes that reading itself had to make: invalid_utf8_replaced, lone_surrogates_replaced."""
+    url: str | None = None
+    """Where the document came from, if its record says so."""
 
 
-def base_suffix(path: Path) -> str:
+def base_suffix(path: PurePath) -> str:
     """The suffix that says what is in a file, compression apart."""
     suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+    return PurePath(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
 def is_compressed(path: Path) -> bool:
@@ -85,10 +103,15 @@ def find_files(patterns: Sequence[Path], source: str) -> list[Path]:
         if not files:
             raise UserError(f"source {source}: files: {pattern} matches no file")
         found.update(files)
-    for path in sorted(found):
-        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, ".parquet"):
+    return check_suffixes(sorted(found), source)
+
+
+def check_suffixes(paths: list[Path], source: str) -> list[Path]:
+    """The paths, if all are of a known kind. Raises UserError for the first that is not."""
+    for path in paths:
+        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, *HTML_SUFFIXES, ".parquet"):
             raise UserError(f"source {source}: files: {path} has a suffix that is not known; {ALLOWED_SUFFIXES}")
-    return sorted(found)
+    return paths
 
 
 def cut_into_spans(files: Sequence[tuple[Path, str, int]], task_bytes: int) -> list[list[Span]]:
@@ -120,37 +143,56 @@ def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
     Raises:
         UserError: a compressed file is damaged or ends in the middle.
     """
-    if path.suffix.lower() == ".zst":
-        yield from _read_zst(path)
-        return
-    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+    with open(path, "rb") as file:
         file.seek(start)
-        try:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
+        yield from open_decompressed(file, path)
 
 
-def _read_zst(path: Path) -> Iterator[bytes]:
+def open_decompressed(file: BinaryIO, path: PurePath) -> Iterator[bytes]:
+    """The bytes of an open file, decompressed by the suffix of its name. Raises UserError as `read_chunks`."""
+    if path.suffix.lower() == ".zst":
+        yield from _read_zst(file, path)
+        return
+    stream: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+    try:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
+
+
+def _read_zst(file: BinaryIO, path: PurePath) -> Iterator[bytes]:
     """Decompress frame after frame. zstandard's own reader takes a file that is cut off for a short one."""
     zstandard = require_extra("zstandard", "data")
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, started = decompressor.decompressobj(), False
-    with open(path, "rb") as file:
-        try:
-            while chunk := file.read(CHUNK_BYTES):
-                while chunk:
-                    started = True
-                    yield frame.decompress(chunk)
-                    chunk = b""
-                    if frame.eof:
-                        chunk = frame.unused_data
-                        frame, started = decompressor.decompressobj(), False
-        except zstandard.ZstdError as error:
-            raise UserError(f"{path}: the compressed file is damaged ({error})") from None
+    try:
+        while chunk := file.read(CHUNK_BYTES):
+            while chunk:
+                started = True
+                yield frame.decompress(chunk)
+                chunk = b""
+                if frame.eof:
+                    chunk = frame.unused_data
+                    frame, started = decompressor.decompressobj(), False
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path}: the compressed file is damaged ({error})") from None
     if started:
         raise UserError(f"{path}: the compressed file is cut off: its last frame does not end")
+
+
+def lines_of_stream(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, line without its end) of each line of a stream; empty lines are left out."""
+    offset, rest = 0, b""
+    for chunk in chunks:
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if line.strip():
+                yield offset, line
+            offset += len(line) + 1
+    if rest.strip():
+        yield offset, rest
 
 
 def read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
@@ -214,18 +256,38 @@ def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int]
     text = text_of(record, fields)
     if text is None:
         return Document(where, None, "no_text")
+    if fields.licences is not None and not _is_licensed(record, fields.licences, fields.licence_field):
+        return Document(where, None, "licence")
+    if fields.html:
+        text = text_of_html(text)
     name = next((record[key] for key in ("id", "url") if isinstance(record.get(key), str | int)), where)
     text, surrogates = replace_lone_surrogates(text)
     repairs = dict(repairs or {})
     if surrogates:
         repairs["lone_surrogates_replaced"] = surrogates
-    return Document(replace_lone_surrogates(str(name))[0], text, None, repairs)
+    url = record.get("url")
+    url = replace_lone_surrogates(url)[0] if isinstance(url, str) else None
+    return Document(replace_lone_surrogates(str(name))[0], text, None, repairs, url)
+
+
+def _is_licensed(record: dict[str, Any], allowed: Sequence[str], field: str | None) -> bool:
+    """Whether a record names a licence and all that it names are allowed."""
+    named = record.get(field or "")
+    names = named if isinstance(named, list) else [named]
+    return bool(names) and all(isinstance(name, str) and name.lower() in allowed for name in names)
 
 
 def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
     """The documents of a span of JSON lines."""
-    for offset, line in read_lines(span):
-        where = f"{span.name}@{offset}"
+    return documents_of_lines(read_lines(span), span.name, fields)
+
+
+def documents_of_lines(
+    lines: Iterable[tuple[int, bytes]], name: str, fields: Fields, start: int = 0
+) -> Iterator[Document]:
+    """The documents of JSON lines with their offsets, from number `start` on."""
+    for offset, line in itertools.islice(lines, start, None):
+        where = f"{name}@{offset}"
         try:
             record, repairs = parse_json_line(line)
         except (ValueError, RecursionError):
@@ -234,28 +296,43 @@ def read_json_lines(span: Span, fields: Fields) -> Iterator[Document]:
         yield document_of(record, where, fields, repairs)
 
 
-def _read_text(span: Span) -> Iterator[Document]:
+def _read_text(span: Span, html: bool) -> Iterator[Document]:
     content = b"".join(read_chunks(span.path))
     text = content.decode("utf-8", "replace")
     repairs = text.count("\ufffd") - content.count("\ufffd".encode())
+    if html:
+        text = text_of_html(text)
     yield Document(span.name, text, None, {"invalid_utf8_replaced": repairs} if repairs else {})
 
 
-def _read_parquet(span: Span, fields: Fields) -> Iterator[Document]:
+def documents_of_parquet(file: Path | BinaryIO, name: str, fields: Fields, start: int = 0) -> Iterator[Document]:
+    """The documents of a parquet file from row `start` on; of earlier row groups, and other columns, nothing is read.
+
+    Raises:
+        UserError: it is no whole parquet file, or a column is missing.
+    """
     require_extra("pyarrow", "data")
     parquet = require_extra("pyarrow.parquet", "data")
     arrow_errors = require_extra("pyarrow.lib", "data").ArrowException
+    row = 0
     try:
-        with parquet.ParquetFile(span.path) as file:
-            known = file.schema_arrow.names
-            if missing := [name for name in fields.names() if name not in known]:
-                raise UserError(f"{span.path} has no column {missing[0]!r}; it has: {', '.join(known)}")
-            columns = [*fields.names(), *(name for name in ("id", "url") if name in known)]
-            rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
-            for number, row in enumerate(rows):
-                yield document_of(row, f"{span.name}@{number}", fields)
+        with parquet.ParquetFile(file) as content:
+            known = content.schema_arrow.names
+            if missing := [column for column in fields.columns() if column not in known]:
+                raise UserError(f"{name} has no column {missing[0]!r}; it has: {', '.join(known)}")
+            columns = [*fields.columns(), *(column for column in ("id", "url") if column in known)]
+            for group in range(content.num_row_groups):
+                n_rows = content.metadata.row_group(group).num_rows
+                if row + n_rows <= start:
+                    row += n_rows
+                    continue
+                for batch in content.iter_batches(1024, row_groups=[group], columns=columns):
+                    for record in batch.to_pylist():
+                        if row >= start:
+                            yield document_of(record, f"{name}@{row}", fields)
+                        row += 1
     except arrow_errors as error:
-        raise UserError(f"{span.path}: not a whole parquet file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{name}: not a whole parquet file ({str(error).splitlines()[0]})") from None
 
 
 def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
@@ -264,7 +341,7 @@ def read_documents(spans: Iterable[Span], fields: Fields) -> Iterator[Document]:
         kind = base_suffix(span.path)
         if kind in LINE_SUFFIXES:
             yield from read_json_lines(span, fields)
-        elif kind in TEXT_SUFFIXES:
-            yield from _read_text(span)
+        elif kind in (*TEXT_SUFFIXES, *HTML_SUFFIXES):
+            yield from _read_text(span, fields.html or kind in HTML_SUFFIXES)
         else:
-            yield from _read_parquet(span, fields)
+            yield from documents_of_parquet(span.path, span.name, fields)

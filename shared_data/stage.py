@@ -17,7 +17,7 @@ from shared_data.executor import Task, Workers, run_by_source
 from shared_data.files import write_if_changed
 from shared_data.layout import Layout
 from shared_data.manifest import sidecar_path
-from shared_data.records import Span, cut_into_spans
+from shared_data.records import Fields, Span, cut_into_spans
 
 MIN_TASK_BYTES = 1 << 20
 MAX_TASK_BYTES = 64 << 20
@@ -50,6 +50,14 @@ class Part:
     path: Path
     bytes: int
     sha256: str
+
+
+def fields_of(source: Source) -> Fields:
+    """Where a source's records keep their text, and what else is asked of them."""
+    licences = None if source.licences is None else tuple(name.lower() for name in source.licences)
+    return Fields(
+        source.text_field, source.extra_text_field, source.separator, source.html, source.licence_field, licences
+    )
 
 
 # Stages: (folder below the root, stem and suffix of its files).
@@ -145,8 +153,13 @@ def source_counts(commits: Iterable[Commit]) -> Counter[str]:
     return total
 
 
-def write_report(context: Context, stage: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
-    """Write a stage's JSON report and show it as a table on standard error.
+def write_report(
+    context: Context,
+    stage: str,
+    counts: Mapping[str, Counter[str]],
+    about: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Write a stage's JSON report, with what else there is to say about sources, and show it as a table.
 
     Documents read are those kept and those dropped, to the last one.
     """
@@ -159,6 +172,7 @@ def write_report(context: Context, stage: str, counts: Mapping[str, Counter[str]
         work = {name: own[f"work.{name}"] for name in ("input_bytes", "processed_bytes")}
         documents = {"read": own["read"], "kept": own["kept"], "dropped": dropped, "changed": changed}
         sources[source] = {**documents, **others, "work": work}
+        sources[source].update((about or {}).get(source, {}))
     report: dict[str, Any] = {"stage": stage, "sources": sources}
     write_if_changed(context.layout.reports / f"{stage}.json", json.dumps(report, indent=2) + "\n")
     table = Table(title=f"{stage}: documents", box=None, title_justify="left")

@@ -1,4 +1,4 @@
-"""The LLaMA-3 tokenizer: byte-level BPE with 128,000 ranks, followed by 256 control ids.
+"""Tokenizers: LLaMA-3's (byte-level BPE with 128,000 ranks, then 256 control ids), or one from a file or the hub.
 
 Text is only ever text: what spells a control token ("<|eot_id|>") is encoded as ordinary characters, so no id of
 128,000 or more can come out of `encode`. The rank file belongs to the package llama-models (Llama 3 Community
@@ -15,10 +15,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import tiktoken
 
-from shared_data.errors import UserError
+from shared_data.encoders import Chosen, Encoder, HuggingFace, Tiktoken, choose
+from shared_data.errors import UserError, require_extra
+from shared_data.files import sha256_file
 
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
 LLAMA3_VOCAB_SIZE = 128_000
@@ -92,18 +96,28 @@ class Tokenizer:
 
     name: str
     vocab_size: int
-    """BPE ranks: `encode` returns ids below it."""
+    """`encode` returns ids below it."""
     eos_token_id: int
-    """Ends each document in a shard; a control id, at or above vocab_size."""
+    """Ends each document in a shard, and never comes out of `encode`; LLaMA-3's lies above vocab_size."""
     pad_token_id: int
-    _encoding: tiktoken.Encoding = field(repr=False)
+    n_ids: int
+    """All ids, control ids included."""
+    identity: str
+    """What the ids depend on: the name of a known tokenizer, else the SHA-256 of its file."""
+    encoder: Encoder = field(repr=False)
+    about_encoder: str = ""
+    """Which encoder is in use, and why."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, all below vocab_size. Lone surrogates are encoded as U+FFFD."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as an array, uint32."""
         text, _ = replace_lone_surrogates(text)
         if len(text) <= MAX_RUN_CHARS:
-            return self._encoding.encode_ordinary(text)
-        return [token for piece in cut_long_text(text) for token in self._encoding.encode_ordinary(piece)]
+            return self.encoder.encode(text)
+        return np.concatenate([self.encoder.encode(piece) for piece in cut_long_text(text)])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; control ids become their names, incomplete UTF-8 becomes U+FFFD.
@@ -112,11 +126,10 @@ class Tokenizer:
             UserError: an id that the tokenizer does not have.
         """
         try:
-            return self._encoding.decode(list(ids), errors="replace")
+            return self.encoder.decode(ids)
         except (KeyError, OverflowError):
-            limit = self.vocab_size + _N_CONTROL_TOKENS
-            wrong = next((token for token in ids if not 0 <= token < limit), None)
-            raise UserError(f"token id {wrong}: the tokenizer {self.name} has ids 0 to {limit - 1}") from None
+            wrong = next((token for token in ids if not 0 <= token < self.n_ids), None)
+            raise UserError(f"token id {wrong}: the tokenizer {self.name} has ids 0 to {self.n_ids - 1}") from None
 
 
 def llama3_rank_file() -> Path:
@@ -135,37 +148,114 @@ def llama3_rank_file() -> Path:
     return path
 
 
-def read_ranks(path: Path, expected_sha256: str) -> dict[bytes, int]:
+def read_ranks(path: Path, expected_sha256: str | None) -> dict[bytes, int]:
     """Read a tiktoken rank file: a token in base64 and its rank on each line.
 
     Raises:
-        UserError: the file's bytes are not those of `expected_sha256`.
+        UserError: it is no rank file, or its bytes are not those of `expected_sha256`.
     """
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    if digest != expected_sha256:
+    if expected_sha256 is not None and digest != expected_sha256:
         raise UserError(f"{path}: SHA-256 is {digest}, but the LLaMA-3 rank file has {expected_sha256}")
-    pairs = (line.split() for line in content.splitlines() if line)
-    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+    try:
+        pairs = [line.split() for line in content.splitlines() if line]
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise UserError(f"{path}: not a tiktoken rank file ({error})") from None
+
+
+LLAMA3 = "llama3"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FILE_SUFFIXES = (".json", ".model", ".tiktoken")
+EncoderChoice = Literal["auto", "tiktoken"]
 
 
 @functools.cache
-def load_tokenizer(name: str = "llama3") -> Tokenizer:
+def load_tokenizer(
+    name: str = LLAMA3,
+    *,
+    encoder: EncoderChoice = "tiktoken",
+    pattern: str | None = None,
+    revision: str | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> Tokenizer:
     """Load a tokenizer once per process.
 
+    Args:
+        name: llama3; or a tokenizer.json; or a tiktoken rank file (.model, .tiktoken); or ORG/NAME on the hub, which
+            must have a tokenizer.json.
+        encoder: auto takes the fast encoder of a rank file where that proves equal (see `encoders`).
+        pattern: the regular expression that splits text before a rank file is applied. None: LLaMA-3's.
+        revision: commit or tag on the hub.
+        eos_token_id: ends documents; needed but for llama3.
+        pad_token_id: may pad windows; needed but for llama3.
+
     Raises:
-        UserError: an unknown name, a missing package, or a rank file that is not the known one.
+        UserError: an unknown name, a missing package, a file that is not what it should be, or ids that are not there.
     """
-    if name != "llama3":
-        raise UserError(f"tokenizer name is {name!r}: it must be 'llama3'")
-    ranks = read_ranks(llama3_rank_file(), LLAMA3_SHA256)
-    assert len(ranks) == LLAMA3_VOCAB_SIZE
+    if name == LLAMA3:
+        return _load_ranks(name, llama3_rank_file(), encoder, _SPLIT_PATTERN, LLAMA3_EOS_ID, LLAMA3_PAD_ID)
+    path = Path(name).expanduser()
+    if not path.is_file() and (_HUB_NAME.fullmatch(name) is None or path.suffix in _FILE_SUFFIXES):
+        raise UserError(
+            f"tokenizer name is {name!r}: it must be 'llama3', a tokenizer.json or a tiktoken rank file that is there, "
+            "or ORG/NAME on the hub"
+        )
+    if eos_token_id is None or pad_token_id is None:
+        raise UserError(f"tokenizer name is {name!r}: only llama3 has known EOS and pad ids; give both")
+    if not path.is_file():
+        path = _hub_file(name, revision)
+    if path.suffix != ".json":
+        return _load_ranks(name, path, encoder, pattern or _SPLIT_PATTERN, eos_token_id, pad_token_id)
+    loaded = HuggingFace(path)
+    for key, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+        if value >= loaded.n_ids:
+            raise UserError(f"tokenizer {key} is {value}: the tokenizer {name} has ids 0 to {loaded.n_ids - 1}")
+    about = "tokenizers, which reads tokenizer.json"
+    return Tokenizer(name, loaded.n_ids, eos_token_id, pad_token_id, loaded.n_ids, sha256_file(path), loaded, about)
+
+
+def _load_ranks(
+    name: str, path: Path, encoder: EncoderChoice, pattern: str, eos_token_id: int, pad_token_id: int
+) -> Tokenizer:
+    """A rank file, with LLaMA-3's control tokens above its ranks if it is LLaMA-3's, else with EOS and pad there."""
+    ranks = read_ranks(path, LLAMA3_SHA256 if name == LLAMA3 else None)
+    size = len(ranks)
+    if sorted(ranks.values()) != list(range(size)):
+        raise UserError(f"{path}: the ranks are not 0 to {size - 1}")
     n_reserved = _N_CONTROL_TOKENS - len(_NAMED_CONTROL_TOKENS)
     control = [*_NAMED_CONTROL_TOKENS, *(f"<|reserved_special_token_{2 + i}|>" for i in range(n_reserved))]
+    for key, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+        if not size <= value < size + _N_CONTROL_TOKENS:
+            raise UserError(
+                f"tokenizer {key} is {value}: above the {size} ranks of {name} there are ids {size} to "
+                f"{size + _N_CONTROL_TOKENS - 1}"
+            )
     encoding = tiktoken.Encoding(
         name=name,
-        pat_str=_SPLIT_PATTERN,
+        pat_str=pattern,
         mergeable_ranks=ranks,
-        special_tokens={token: LLAMA3_VOCAB_SIZE + i for i, token in enumerate(control)},
+        special_tokens={token: size + i for i, token in enumerate(control)},
     )
-    return Tokenizer(name, LLAMA3_VOCAB_SIZE, LLAMA3_EOS_ID, LLAMA3_PAD_ID, encoding)
+    reference = Tiktoken(encoding)
+    chosen = choose(reference, path, pattern, control) if encoder == "auto" else Chosen(reference, "as configured")
+    identity = name if name == LLAMA3 else fingerprint_text(sha256_file(path) + pattern)
+    about = f"{chosen.encoder.name} ({chosen.reason})"
+    n_ids = size + _N_CONTROL_TOKENS
+    return Tokenizer(name, size, eos_token_id, pad_token_id, n_ids, identity, chosen.encoder, about)
+
+
+def fingerprint_text(text: str) -> str:
+    """SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hub_file(name: str, revision: str | None) -> Path:
+    hub = require_extra("huggingface_hub", "data")
+    try:
+        return Path(hub.hf_hub_download(name, "tokenizer.json", revision=revision))
+    except Exception as error:  # the hub client's and the network's own errors, told in one line
+        words = " ".join(str(error).split())[:200]
+        raise UserError(f"tokenizer {name}: cannot be fetched from the hub ({type(error).__name__}: {words})") from None

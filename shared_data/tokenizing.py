@@ -1,10 +1,11 @@
 """Stage 3, its task: from a piece of clean text to token ids.
 
 tokens.bin   uint32 version, uint32 EOS id, then little-endian uint32 ids, EOS after each document
-tokens.idx   per document: tokens (EOS included), UTF-8 bytes of its text, leading 64 bits of its digest
+tokens.idx   per document: tokens (EOS included), UTF-8 bytes of its text, leading 64 bits of its digest, and its id
 """
 
 import hashlib
+import itertools
 import json
 import queue
 import threading
@@ -12,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
 from safetensors.numpy import save as save_safetensors
 
 from shared_data.cleaning import HASH_DIGITS
+from shared_data.config.schema import TokenizerConfig
 from shared_data.errors import UserError
 from shared_data.executor import Result
 from shared_data.files import atomic_writer, write_atomic
@@ -25,9 +28,12 @@ from shared_data.filters import content_digest
 from shared_data.manifest import TOKEN_BYTES, TOKEN_DTYPE
 from shared_data.records import Span, parse_json_line, read_lines
 from shared_data.shard_writer import check_document
-from shared_data.tokenizer import Tokenizer, load_tokenizer, replace_lone_surrogates
+from shared_data.tokenizer import LLAMA3, Tokenizer, load_tokenizer, replace_lone_surrogates
 
 STREAM_VERSION = 1
+INDEX_VERSION = 2
+# Batches are read ahead: of long documents (papers, books) 1,024 would be some 60 MB each.
+MAX_BATCH_CHARS = 1 << 21
 HEADER_BYTES = 2 * TOKEN_BYTES
 _INDEX_ARRAYS = ("n_tokens", "n_bytes", "hashes")
 
@@ -42,6 +48,13 @@ class TokenIndex:
     """UTF-8 bytes of each document's text, int64 (N,)."""
     hashes: np.ndarray
     """Leading 64 bits of each document's digest, uint64 (N,)."""
+
+
+def read_ids(stream: Path) -> list[str]:
+    """The ids of a token stream's documents (their own, or their URL, or their place in the source), in its order."""
+    with safetensors.safe_open(index_path(stream), framework="numpy") as file:
+        content, ends = file.get_tensor("ids").tobytes(), file.get_tensor("id_ends").tolist()
+    return [content[begin:end].decode() for begin, end in itertools.pairwise([0, *ends])]
 
 
 def index_path(stream: Path) -> Path:
@@ -73,41 +86,68 @@ class TokenizeSpan:
     """Encode one piece of clean text."""
 
     span: Span
-    tokenizer: str
+    tokenizer: TokenizerConfig
     batch_size: int
     prefetch: int
     output: Path
 
     def run(self) -> Result:
         """Write tokens.bin and tokens.idx."""
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = tokenizer_of(self.tokenizer)
         counts: Counter[str] = Counter()
         columns: dict[str, list[int]] = {name: [] for name in _INDEX_ARRAYS}
+        ids: list[bytes] = []
         digest = hashlib.sha256()
         with atomic_writer(self.output) as file:
             header = np.array([STREAM_VERSION, tokenizer.eos_token_id], TOKEN_DTYPE).tobytes()
             digest.update(header)
             file.write(header)
             for batch in _read_ahead(_batches(self.span, self.batch_size, counts), self.prefetch):
-                content = _encode_batch(batch, tokenizer, counts, columns, str(self.output)).tobytes()
+                content = _encode_batch(batch, tokenizer, counts, columns, ids, str(self.output)).tobytes()
                 digest.update(content)
                 file.write(content)
         arrays = {
             name: np.array(values, np.uint64 if name == "hashes" else np.int64) for name, values in columns.items()
         }
-        write_atomic(index_path(self.output), save_safetensors(arrays, metadata={"index": json.dumps({"version": 1})}))
+        arrays["ids"] = np.frombuffer(b"".join(ids), np.uint8)
+        arrays["id_ends"] = np.cumsum([len(own) for own in ids], dtype=np.int64)
+        about = json.dumps({"version": INDEX_VERSION})
+        write_atomic(index_path(self.output), save_safetensors(arrays, metadata={"index": about}))
         counts["tokens"] = sum(columns["n_tokens"])
         counts["text_bytes"] = sum(columns["n_bytes"])
         return Result({self.output: digest.hexdigest(), index_path(self.output): None}, counts)
 
 
-Batch = list[tuple[str, int]]
+class Text(NamedTuple):
+    """A document to encode."""
+
+    text: str
+    hash: int
+    """Leading 64 bits of its digest."""
+    id: str
+
+
+Batch = list[Text]
+
+
+def tokenizer_of(settings: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the settings name. Raises UserError."""
+    known = settings.name == LLAMA3
+    return load_tokenizer(
+        settings.name,
+        encoder=settings.encoder,
+        pattern=settings.pattern,
+        revision=settings.revision,
+        eos_token_id=None if known else settings.eos_token_id,
+        pad_token_id=None if known else settings.pad_token_id,
+    )
 
 
 def _batches(span: Span, size: int, counts: Counter[str]) -> Iterator[Batch]:
-    """(text, hash) of the documents of a piece of clean/SOURCE/data.jsonl, `size` at a time."""
+    """The documents of a piece of clean/SOURCE/data.jsonl, `size` at a time, fewer where they are long."""
     batch: Batch = []
-    for _, line in read_lines(span):
+    n_chars = 0
+    for offset, line in read_lines(span):
         counts["read"] += 1
         try:
             record, _ = parse_json_line(line)
@@ -123,33 +163,44 @@ def _batches(span: Span, size: int, counts: Counter[str]) -> Iterator[Batch]:
             counts["changed.lone_surrogates_replaced"] += surrogates
         given = record.get("hash")
         leading = given if isinstance(given, str) and len(given) == HASH_DIGITS else content_digest(text).hex()
-        batch.append((text, int(leading[:HASH_DIGITS], 16)))
-        if len(batch) == size:
+        name = record.get("id", f"{span.name}@{offset}")
+        batch.append(Text(text, int(leading[:HASH_DIGITS], 16), replace_lone_surrogates(str(name))[0]))
+        n_chars += len(text)
+        if len(batch) == size or n_chars >= MAX_BATCH_CHARS:
             yield batch
-            batch = []
+            batch, n_chars = [], 0
     if batch:
         yield batch
 
 
 def _encode_batch(
-    batch: Batch, tokenizer: Tokenizer, counts: Counter[str], columns: dict[str, list[int]], where: str
+    batch: Batch,
+    tokenizer: Tokenizer,
+    counts: Counter[str],
+    columns: dict[str, list[int]],
+    names: list[bytes],
+    where: str,
 ) -> np.ndarray:
     """Ids of a batch, EOS after each document, uint32. A text that the encoder cannot do is dropped and counted."""
+    eos = np.array([tokenizer.eos_token_id], TOKEN_DTYPE)
     encoded = []
-    for text, leading in batch:
+    for document in batch:
         try:
-            ids = np.array([*tokenizer.encode(text), tokenizer.eos_token_id], TOKEN_DTYPE)
+            ids = tokenizer.encode_array(document.text)
         except BaseException as error:
-            # tiktoken's Rust panics are BaseExceptions; the rest of the file must not be lost to one of them.
+            # Rust's panics are BaseExceptions; the rest of the file must not be lost to one of them.
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             counts["dropped.tokenizer_error"] += 1
             continue
+        ids = np.concatenate([ids, eos])
         check_document(ids, vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, where=where)
         counts["kept"] += 1
         encoded.append(ids)
-        for name, value in zip(_INDEX_ARRAYS, (len(ids), len(text.encode()), leading), strict=True):
+        n_bytes = len(document.text.encode())
+        for name, value in zip(_INDEX_ARRAYS, (len(ids), n_bytes, document.hash), strict=True):
             columns[name].append(value)
+        names.append(document.id.encode())
     return np.concatenate(encoded) if encoded else np.zeros(0, TOKEN_DTYPE)
 
 

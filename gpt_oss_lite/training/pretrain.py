@@ -29,6 +29,7 @@ from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
+from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.run import (
     PretrainOptions,
     Run,
@@ -41,7 +42,7 @@ from gpt_oss_lite.training.run_folder import locked
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import describe, say
+from shared_data.console import EXIT_FAILED, ProgressReporter, describe, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
@@ -83,6 +84,9 @@ def pretrain(options: PretrainOptions) -> int:
         run = open_run(plan)
         try:
             return train(run, stop)
+        except torch.cuda.OutOfMemoryError:
+            report_out_of_memory(run.recipe, run.folder)
+            return EXIT_FAILED
         except KeyboardInterrupt:
             if run.saver.busy:
                 # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
@@ -101,13 +105,15 @@ def train(run: Run, stop: StopRequest) -> int:
         return EXIT_DONE
     run.saver.reserve(run.model)
     try:
-        return step_until_the_end(run, stop)
+        # The log has a line every so often; in a terminal a bar goes on below it.
+        with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:
+            return step_until_the_end(run, stop, bar)
     except Exception:
         report_saves(run, run.saver.drain())  # the newest checkpoint is what the next process goes on from
         raise
 
 
-def step_until_the_end(run: Run, stop: StopRequest) -> int:
+def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> int:
     """The loop of `train`."""
     training = run.recipe.training
     if run.state.step == 0:
@@ -116,6 +122,9 @@ def step_until_the_end(run: Run, stop: StopRequest) -> int:
     while run.state.step < run.stop_step:
         figures = train_step(run)
         step = run.state.step
+        bar.advance(1)
+        if run.profiler is not None:
+            run.profiler.step()
         reason = stop.reason
         last = step == run.stop_step
         saving = last or reason is not None or step % training.save_interval == 0
@@ -129,6 +138,7 @@ def step_until_the_end(run: Run, stop: StopRequest) -> int:
             if run.state.rollbacks >= training.nan_guard_max_rollbacks:
                 return give_up(run, verdict.skipped)
             roll_back(run, verdict.resume_position)
+            bar.advance(run.state.step - step)
             continue
         run.state.streak = run.guard.streak
 

@@ -24,6 +24,7 @@ from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, plan_run
+from gpt_oss_lite.training.profiling import StepProfiler
 from gpt_oss_lite.training.run_folder import (
     read_record,
     record_new_run,
@@ -86,6 +87,7 @@ class Run:
     peak_flops: float | None
     state: RunState
     batches: Iterator[MicroBatch]
+    profiler: StepProfiler | None = None
     waits: dict[int, Waited] = field(default_factory=dict)
     """How long training stood still for each checkpoint that is being written."""
 
@@ -169,6 +171,7 @@ def open_run(plan: Plan) -> Run:
         peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
         state=RunState(),
         batches=iter(()),
+        profiler=None if options.profile is None else StepProfiler(plan.folder, options.profile),
     )
     _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)

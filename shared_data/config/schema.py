@@ -1,10 +1,11 @@
 """The two config files of the pipeline: what to mix (mixture.yaml) and how to prepare it (data_config.yaml)."""
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shared_data.config.quality import Rules, RuleSetName
 from shared_data.yaml_files import ConfigBlock
 
 DEFAULT_SHARD_TOKENS = 50_000_000
@@ -18,8 +19,8 @@ class Source(ConfigBlock):
     weight: float = Field(gt=0, le=1)
     """Share of the training tokens; the weights of a mixture add up to 1."""
     files: list[str] | None = Field(default=None, min_length=1)
-    """Paths or globs, relative to the working folder: .jsonl, .json (JSON lines), .txt (a document a file), each also
-    .gz or .zst; .parquet."""
+    """Paths or globs, relative to the working folder, or addresses (https://, s3://, ...): .jsonl and .json (JSON
+    lines), each also .gz or .zst, and .parquet; on this machine also .txt and .html (a document a file)."""
     dataset: str | None = None
     """Data set of the Hugging Face hub, or a local folder that `datasets` can load."""
     config: str | None = None
@@ -29,17 +30,31 @@ class Source(ConfigBlock):
     split: str = "train"
     """Split of the data set."""
     revision: str | None = None
-    """Commit or tag of the data set. Null: the newest."""
+    """Commit or tag of the data set. Null: the newest when it is first read; that commit is kept for later runs."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of text after which a data set or addresses are not read on. Null: see pipeline.download_margin."""
     text_field: str = "text"
     """Field that holds the text (JSON lines, parquet and data sets)."""
     extra_text_field: str | None = None
     """Field whose text follows that of text_field."""
     separator: str = "\n\n"
     """Text between the two."""
+    html: bool = False
+    """Whether the field holds HTML, whose text is wanted. Files named .html always do."""
+    licence_field: str | None = None
+    """Field that names the document's licence, or a list of them."""
+    licences: list[str] | None = None
+    """Licences allowed; documents that name none, or another, are dropped. Null: all are kept."""
     min_chars: int | None = Field(default=None, ge=1)
     """Shortest document kept, in characters. Null: pipeline.quality.min_chars."""
     max_chars: int | None = Field(default=None, ge=1)
     """Longest document kept, in characters. Null: pipeline.quality.max_chars."""
+    rules: RuleSetName | None = None
+    """Quality rules that documents are held to: one of pipeline.rules. Null: none."""
+    limits: dict[str, Any] = {}
+    """Limits of this source's rules that differ from its set's, in the form that pipeline.rules has."""
+    lang: str | None = Field(default=None, pattern=r"^[a-z]{2,3}$")
+    """Language of the documents kept (ISO 639 code, such as en). Null: all."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -49,6 +64,10 @@ class Source(ConfigBlock):
             for key in ("config", "data_dir", "revision"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is {getattr(self, key)!r}: the source {self.id} has files, not a dataset")
+        if (self.licences is None) != (self.licence_field is None):
+            raise ValueError(f"the source {self.id} must have both licence_field and licences, or neither")
+        if self.limits and self.rules is None:
+            raise ValueError(f"the source {self.id} has limits but no rules that they could change")
         return self
 
 
@@ -87,6 +106,10 @@ class Quality(ConfigBlock):
     """Shortest document kept, in characters."""
     max_chars: int = Field(default=1_000_000, ge=1)
     """Longest document kept, in characters."""
+    min_language_score: float = Field(default=0.65, ge=0, le=1)
+    """Least certainty of the language, where a source has lang."""
+    blocked_urls: str | None = None
+    """File of hosts and addresses, one a line: documents whose url is on it, or below one of them, are dropped."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -95,12 +118,50 @@ class Quality(ConfigBlock):
         return self
 
 
+class Redact(ConfigBlock):
+    """Personal data that is replaced by stand-ins."""
+
+    emails: bool = True
+    """E-mail addresses."""
+    ips: bool = True
+    """IP addresses, other than private and reserved ones."""
+
+
+class Decontaminate(ConfigBlock):
+    """Documents that overlap with the test sets of evaluations are dropped."""
+
+    against: dict[str, list[str]] = {}
+    """Name of each test set, and its files (.jsonl or text). Empty: off."""
+    ngram_words: int = Field(default=13, ge=5)
+    """So many words in a row, in common with a test set, drop a document."""
+
+
 class Pipeline(ConfigBlock):
     """Cleaning, and the size of a task."""
 
     quality: Quality = Quality()
+    rules: Rules = Rules()
+    redact: Redact = Redact()
+    decontaminate: Decontaminate = Decontaminate()
     task_bytes: int | None = Field(default=None, ge=1024)
     """Input bytes of a task, the unit that is redone after a kill. Null: a 64th of the source, 1 to 64 MiB."""
+    download_margin: float | None = Field(default=1.5, ge=1)
+    """Data sets and addresses are read until they have given so many times the text that the mixture needs of them.
+    Null: whole."""
+
+
+class NearDuplicates(ConfigBlock):
+    """Removal of documents that nearly equal an earlier one, by MinHash and bands, over all sources."""
+
+    enabled: bool = False
+    ngram_words: int = Field(default=5, ge=1)
+    """Documents are compared as sets of so many words in a row."""
+    bands: int = Field(default=14, ge=1)
+    """Parts of a signature; documents that agree in one of them are near duplicates."""
+    rows: int = Field(default=8, ge=1)
+    """Hashes in each part."""
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """Seed of the hashes."""
 
 
 class Dedup(ConfigBlock):
@@ -115,12 +176,20 @@ class Dedup(ConfigBlock):
     """Documents per bucket that the pre-filter is sized for; 0: no pre-filter. It only spares exact comparisons."""
     bloom_error_rate: float = Field(default=0.001, gt=0, lt=1)
     """Share of unique documents that the pre-filter passes on to the exact comparison."""
+    near: NearDuplicates = NearDuplicates()
 
 
 class TokenizerConfig(ConfigBlock):
     """Tokenizer and the ids it must have."""
 
     name: str = "llama3"
+    """llama3; or a tokenizer.json, a tiktoken rank file, or ORG/NAME on the hub, with their vocab_size and ids."""
+    revision: str | None = None
+    """Commit or tag of a tokenizer on the hub. Null: the newest."""
+    pattern: str | None = None
+    """Regular expression that splits text before a rank file is applied. Null: LLaMA-3's."""
+    encoder: Literal["auto", "tiktoken"] = "auto"
+    """auto: the fast encoder where it is installed and proves equal to tiktoken at the start. The ids are the same."""
     vocab_size: int = Field(default=128_000, ge=1)
     """BPE ranks, without control ids."""
     eos_token_id: int = Field(default=128_009, ge=0)

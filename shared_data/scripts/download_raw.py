@@ -1,23 +1,35 @@
 """Stage 1: sources as they come -> raw/SOURCE/data.jsonl. Run as `python -m shared_data.scripts.download_raw`."""
 
+import math
 import sys
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from shared_data import options
-from shared_data.commits import fingerprint, known_state
+from shared_data.commits import Commit, FileState, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
 from shared_data.console import run_app
-from shared_data.download import ReadDataset, ReadFiles
+from shared_data.download import (
+    BYTES_PER_TOKEN,
+    ReadFiles,
+    ReadRemote,
+    choose_files,
+    describe,
+    expected_text_bytes,
+)
 from shared_data.errors import UserError
 from shared_data.executor import Task
-from shared_data.hub import dataset_shards, local_files
+from shared_data.hub import data_files
 from shared_data.layout import resolve_source_path
-from shared_data.records import Fields, cut_into_spans, find_files
+from shared_data.records import Span, cut_into_spans, find_files
+from shared_data.remote import RemoteFile, find_remote_files, is_url
 from shared_data.stage import (
     Context,
+    fields_of,
     finish_source,
     part_path,
     run_parts,
@@ -30,35 +42,87 @@ STAGE = "download"
 app = typer.Typer(add_completion=False)
 
 
-def fields_of(source: Source) -> Fields:
-    """Where a source's records keep their text."""
-    return Fields(source.text_field, source.extra_text_field, source.separator)
+@dataclass
+class Plan:
+    """What is read of one source: files of this machine whole, files from afar as far as they are needed."""
+
+    source: Source
+    local: list[Path]
+    remote: list[RemoteFile]
+    commit: str | None
+    wanted_bytes: int | None
+    """Text wanted of the files from afar; None: all."""
+    limits: list[int | None] = field(default_factory=list)
+    """Bytes at which to stop, for each file from afar chosen so far."""
+    finished: bool = False
+
+    def choose_more(self, done: list[int]) -> None:
+        """Choose the files of the next round, given the bytes of those read so far."""
+        count, limit = choose_files(self.remote, done, self.wanted_bytes)
+        self.finished = count == len(self.limits)
+        self.limits += [limit] * (count - len(self.limits))
 
 
-def plan_tasks(context: Context, source: Source) -> list[Task]:
-    """The tasks that read one source."""
-    return _file_tasks(context, source) if source.files else _dataset_tasks(context, source)
+def make_plan(context: Context, source: Source) -> Plan:
+    """Find the files of a source.
+
+    Raises:
+        UserError: there are none, they cannot be reached, or they are all empty.
+    """
+    if source.dataset is not None:
+        found = data_files(source, stage_record(context.layout, STAGE, source.id).with_name("revision.json"))
+        local, remote, commit = found.local, found.remote, found.commit
+    else:
+        assert source.files is not None
+        paths = [resolve_source_path(name, context.layout.root) for name in source.files if not is_url(name)]
+        local = find_files(paths, source.id)
+        remote = [file for name in source.files if is_url(name) for file in find_remote_files(name, source.id)]
+        commit = None
+    if not remote and not any(path.stat().st_size for path in local):
+        raise UserError(f"source {source.id}: all its files are empty, the first is {local[0]}")
+    return Plan(source, local, remote, commit, wanted_bytes(context, source))
 
 
-def _file_tasks(context: Context, source: Source) -> list[Task]:
-    assert source.files is not None
-    paths = find_files([resolve_source_path(name, context.layout.root) for name in source.files], source.id)
-    states = {path: known_state(path, context.layout.state / "inputs") for path in paths}
-    total = sum(state.bytes for state in states.values())
-    if total == 0:
-        raise UserError(f"source {source.id}: all its files are empty, the first is {paths[0]}")
-    files = [(path, _name(path, paths), states[path].bytes) for path in paths]
-    groups = cut_into_spans(files, context.task_bytes(total))
-    folder = stage_record(context.layout, STAGE, source.id).parent
+def wanted_bytes(context: Context, source: Source) -> int | None:
+    """How many bytes of text the mixture needs of a source that need not be read whole; None: all."""
+    if source.max_bytes is not None:
+        return source.max_bytes
+    margin = context.config.pipeline.download_margin
+    if margin is None:
+        return None
+    share = source.weight / sum(other.weight for other in context.sources)
+    return math.ceil(context.config.total_tokens * share * BYTES_PER_TOKEN * margin)
+
+
+def plan_tasks(context: Context, plan: Plan) -> list[Task]:
+    """The tasks that read one source, those of this machine's files first."""
+    groups, states = _local_groups(context, plan)
+    count = len(groups) + len(plan.remote)
+    fields, source = fields_of(plan.source), plan.source.id
+    folder = stage_record(context.layout, STAGE, source).parent
     tasks = []
     for index, spans in enumerate(groups):
-        output = part_path(context.layout, STAGE, source.id, index, len(groups))
+        output = part_path(context.layout, STAGE, source, index, count)
         pieces = [[span.name, states[span.path].sha256, span.start, span.end] for span in spans]
-        key = fingerprint(PIPELINE_VERSION, STAGE, pieces, vars(fields_of(source)), output.name)
-        work = ReadFiles(tuple(spans), fields_of(source), output)
+        key = fingerprint(PIPELINE_VERSION, STAGE, pieces, vars(fields), output.name)
         n_bytes = sum(span.end - span.start for span in spans)
-        tasks.append(Task(folder / f"task-{index:05d}.json", key, n_bytes, work))
+        tasks.append(Task(folder / f"task-{index:05d}.json", key, n_bytes, ReadFiles(tuple(spans), fields, output)))
+    for index, (file, limit) in enumerate(zip(plan.remote, plan.limits, strict=False), start=len(groups)):
+        output = part_path(context.layout, STAGE, source, index, count)
+        about = fingerprint(PIPELINE_VERSION, STAGE, describe(file, fields), output.name)
+        expected = expected_text_bytes(file)
+        n_bytes = max(1, expected if limit is None else min(limit, expected))
+        work = ReadRemote(file, fields, about, limit, n_bytes, folder / f"progress-{index:05d}.json", output)
+        tasks.append(Task(folder / f"task-{index:05d}.json", fingerprint(about, limit), n_bytes, work))
     return tasks
+
+
+def _local_groups(context: Context, plan: Plan) -> tuple[list[list[Span]], dict[Path, FileState]]:
+    """The files of this machine, cut into tasks, and their hashes."""
+    states = {path: known_state(path, context.layout.state / "inputs") for path in plan.local}
+    files = [(path, _name(path, plan.local), states[path].bytes) for path in plan.local]
+    total = sum(state.bytes for state in states.values())
+    return (cut_into_spans(files, context.task_bytes(total)) if total else []), states
 
 
 def _name(path: Path, paths: list[Path]) -> str:
@@ -69,33 +133,30 @@ def _name(path: Path, paths: list[Path]) -> str:
     return path.relative_to(shared).as_posix()
 
 
-def _dataset_tasks(context: Context, source: Source) -> list[Task]:
-    shards = dataset_shards(source)
-    states = [known_state(path, context.layout.state / "inputs") for path in local_files(source)]
-    folder = stage_record(context.layout, STAGE, source.id).parent
-    tasks = []
-    for shard in shards:
-        output = part_path(context.layout, STAGE, source.id, shard.index, shard.count)
-        content = [[Path(state.path).name, state.sha256] for state in states]
-        key = fingerprint(PIPELINE_VERSION, STAGE, vars(shard), content, vars(fields_of(source)), output.name)
-        work = ReadDataset(shard, fields_of(source), output)
-        tasks.append(Task(folder / f"task-{shard.index:05d}.json", key, 1, work))
-    return tasks
-
-
 def run(context: Context) -> dict[str, Any]:
     """Read every source; returns the stage's report."""
-    counts = {}
-    commits = run_parts(context, STAGE, {source.id: plan_tasks(context, source) for source in context.sources})
-    for source in context.sources:
-        own = counts[source.id] = source_counts(commits[source.id])
-        if own["read"] and own["dropped.no_text"] == own["read"]:
-            names = " and ".join(repr(name) for name in fields_of(source).names())
-            raise UserError(
-                f"source {source.id}: none of its {own['read']} records has text in {names}; set text_field"
-            )
-        finish_source(context.layout, STAGE, source.id, commits[source.id])
-    return write_report(context, STAGE, counts)
+    plans = [make_plan(context, source) for source in context.sources]
+    commits: dict[str, list[Commit]] = {plan.source.id: [] for plan in plans}
+    while unfinished := [plan for plan in plans if not plan.finished]:
+        for plan in unfinished:
+            own = commits[plan.source.id]
+            plan.choose_more([commit.counts["bytes"] for commit in own[len(own) - len(plan.limits) :]])
+        commits = run_parts(context, STAGE, {plan.source.id: plan_tasks(context, plan) for plan in plans})
+    counts, about = {}, {}
+    for plan in plans:
+        name = plan.source.id
+        counts[name] = source_counts(commits[name])
+        _refuse_without_text(plan.source, counts[name])
+        finish_source(context.layout, STAGE, name, commits[name])
+        if plan.remote:
+            about[name] = {"revision": plan.commit, "files": len(plan.remote), "files_read": len(plan.limits)}
+    return write_report(context, STAGE, counts, about)
+
+
+def _refuse_without_text(source: Source, counts: Counter[str]) -> None:
+    if counts["read"] and counts["dropped.no_text"] == counts["read"]:
+        names = " and ".join(repr(name) for name in fields_of(source).names())
+        raise UserError(f"source {source.id}: none of its {counts['read']} records has text in {names}; set text_field")
 
 
 @app.command()
@@ -103,6 +164,7 @@ def download_raw(
     mixture: options.MixtureOption = None,
     data_config: options.DataConfigOption = None,
     source: options.SourceOption = None,
+    total_tokens: options.TotalTokensOption = None,
     workers: options.WorkersOption = None,
     executor: options.ExecutorOption = "pool",
     ray_address: options.RayAddressOption = None,
@@ -113,7 +175,7 @@ def download_raw(
 ) -> int:
     """Read the sources of the mixture into raw/SOURCE/data.jsonl."""
     who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who)
+    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens)
     return options.run_stage(run, context, as_json)
 
 

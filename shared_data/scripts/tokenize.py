@@ -12,7 +12,7 @@ import typer
 from shared_data import options
 from shared_data.commits import fingerprint
 from shared_data.config import PIPELINE_VERSION, PipelineConfig, Source
-from shared_data.console import run_app
+from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.executor import Task
 from shared_data.stage import (
@@ -26,21 +26,21 @@ from shared_data.stage import (
     stage_record,
     write_report,
 )
-from shared_data.tokenizer import load_tokenizer
-from shared_data.tokenizing import STREAM_VERSION, TokenizeSpan
+from shared_data.tokenizer import Tokenizer
+from shared_data.tokenizing import INDEX_VERSION, STREAM_VERSION, TokenizeSpan, tokenizer_of
 
 STAGE = "tokenize"
 app = typer.Typer(add_completion=False)
 
 
-def check_tokenizer(config: PipelineConfig, config_name: str) -> None:
-    """Refuse settings that are not the tokenizer's.
+def check_tokenizer(config: PipelineConfig, config_name: str) -> Tokenizer:
+    """Load the tokenizer; refuse settings that are not its own.
 
     Raises:
         UserError: names the key and both values.
     """
     try:
-        tokenizer = load_tokenizer(config.tokenizer.name)
+        tokenizer = tokenizer_of(config.tokenizer)
     except UserError as error:
         raise UserError(f"{config_name}: {error}") from None
     for key in ("vocab_size", "eos_token_id", "pad_token_id"):
@@ -49,9 +49,10 @@ def check_tokenizer(config: PipelineConfig, config_name: str) -> None:
             raise UserError(
                 f"{config_name}: tokenizer.{key} is {given}, but the tokenizer {tokenizer.name} has {actual}"
             )
+    return tokenizer
 
 
-def plan_tasks(context: Context, source: Source) -> list[Task]:
+def plan_tasks(context: Context, source: Source, tokenizer: Tokenizer) -> list[Task]:
     """The tasks that encode one source."""
     parts = read_parts(context.layout, "clean", source.id)
     spans = spans_of_parts(parts, context.task_bytes(sum(part.bytes for part in parts)))
@@ -60,18 +61,20 @@ def plan_tasks(context: Context, source: Source) -> list[Task]:
     tasks = []
     for index, (part, span) in enumerate(spans):
         output = part_path(context.layout, STAGE, source.id, index, len(spans))
-        key = fingerprint(
-            PIPELINE_VERSION, STAGE, STREAM_VERSION, settings.name, part.sha256, span.start, span.end, output.name
-        )
-        work = TokenizeSpan(span, settings.name, settings.batch_size, settings.prefetch, output)
+        versions = [PIPELINE_VERSION, STREAM_VERSION, INDEX_VERSION]
+        ids = [tokenizer.identity, tokenizer.eos_token_id]
+        key = fingerprint(versions, STAGE, ids, part.sha256, span.start, span.end, output.name)
+        work = TokenizeSpan(span, settings, settings.batch_size, settings.prefetch, output)
         tasks.append(Task(folder / f"task-{index:05d}.json", key, span.end - span.start, work))
     return tasks
 
 
 def run(context: Context) -> dict[str, Any]:
     """Encode every source; returns the stage's report."""
-    check_tokenizer(context.config, context.config_name)
-    commits = run_parts(context, STAGE, {source.id: plan_tasks(context, source) for source in context.sources})
+    tokenizer = check_tokenizer(context.config, context.config_name)
+    say(f"{STAGE}: {tokenizer.name} with {tokenizer.about_encoder}")
+    plans = {source.id: plan_tasks(context, source, tokenizer) for source in context.sources}
+    commits = run_parts(context, STAGE, plans)
     for source, own in commits.items():
         finish_source(context.layout, STAGE, source, own)
     return write_report(context, STAGE, {source: source_counts(own) for source, own in commits.items()})

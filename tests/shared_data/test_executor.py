@@ -92,7 +92,8 @@ def test_d26_killed_between_the_write_and_the_commit_leaves_one_copy(tmp_path, m
             execute(own)
     assert read_commit(own.record, own.key) is None
     execute(own)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "t.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "t.attempts", "t.json"]
+    assert len((tmp_path / "t.attempts").read_text().splitlines()) == 2
     assert (tmp_path / "out").read_text() == "content"
 
 

@@ -84,6 +84,17 @@ def test_samples_are_what_the_rules_dropped_and_no_more(done):
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; \ufffd tiny" in render(gather(context))
 
 
+@pytest.mark.parametrize("sampled_bytes", [2000, 5000, 20000])
+def test_a_document_beyond_what_was_read_is_not_taken_for_a_duplicate(done, monkeypatch, sampled_bytes):
+    context, _ = done
+    monkeypatch.setattr("shared_data.dropped.SAMPLED_BYTES", sampled_bytes)
+    for source in context.sources:
+        clean = sorted((context.layout.root / "clean" / source.id).glob("*.jsonl"))
+        kept = {json.loads(line)["id"] for path in clean for line in path.read_text().splitlines()}
+        for samples in dropped_samples(context, source).values():
+            assert not {sample.id for sample in samples} & kept
+
+
 def test_without_raw_text_or_reports_the_rest_is_still_shown(done, tmp_path):
     context, _ = done
     shutil.copytree(context.layout.root, tmp_path / "data")

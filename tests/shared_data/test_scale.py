@@ -83,6 +83,15 @@ def test_a_task_whose_ray_worker_is_killed_is_done_again(tmp_path, monkeypatch):
     assert len(attempts) == 2
 
 
+def test_a_worker_that_was_started_elsewhere_works_in_the_drivers_folder(tmp_path, monkeypatch):
+    from shared_data.ray_executor import _execute_in
+
+    monkeypatch.chdir("/")
+    [task] = tasks_of(tmp_path, {"t": Write(Path("out"))})
+    _execute_in(str(tmp_path), task)
+    assert (tmp_path / "out").read_text() == f"out by {tmp_path.name}"
+
+
 def test_errors_on_ray_reach_the_user(tmp_path):
     with pytest.raises(UserError, match=r"x\.jsonl: this file is bad"):
         run_tasks(tasks_of(tmp_path, {"bad": Fail()}), workers=ON_RAY, label="x")

@@ -447,7 +447,7 @@ def test_a_stage_without_its_input_names_the_stage_to_run(fresh):
 def test_d27_a_text_that_the_encoder_cannot_do_is_counted_and_the_file_goes_on(fresh, monkeypatch):
     from shared_data.tokenizer import Tokenizer
 
-    plain = Tokenizer.encode
+    plain = Tokenizer.encode_array
     calls = iter(range(10**6))
 
     def broken(self, text):
@@ -455,7 +455,7 @@ def test_d27_a_text_that_the_encoder_cannot_do_is_counted_and_the_file_goes_on(f
             raise ValueError("cannot")
         return plain(self, text)
 
-    monkeypatch.setattr(Tokenizer, "encode", broken)
+    monkeypatch.setattr(Tokenizer, "encode_array", broken)
     reports = run_all(context_of(fresh))
     assert reports["tokenize"]["sources"]["web"]["dropped"] == {"tokenizer_error": 1}
     assert reports["tokenize"]["sources"]["code"]["dropped"] == {}
@@ -483,15 +483,22 @@ def test_a_local_data_set_is_read_file_by_file(fresh):
 
 
 def test_a_data_set_that_cannot_be_opened_is_one_line():
-    from shared_data.hub import _explain
+    from shared_data.config import Source
+    from shared_data.hub import explain
 
     class GatedRepoError(Exception):
         pass
 
-    gated = _explain("bigcode/the-stack-dedup", GatedRepoError("403 Client Error\nAccess is restricted"))
+    gated = explain(
+        Source(id="a", weight=1.0, dataset="bigcode/the-stack-dedup"),
+        GatedRepoError("403 Client Error\nAccess is restricted"),
+    )
     assert "https://huggingface.co/datasets/bigcode/the-stack-dedup" in gated
     assert "hf auth login" in gated
-    assert _explain("x/y", ValueError("no\nsuch thing")) == "cannot be opened (ValueError: no such thing)"
+    assert (
+        explain(Source(id="a", weight=1.0, dataset="x/y"), ValueError("no\nsuch thing"))
+        == "cannot be opened (ValueError: no such thing)"
+    )
 
 
 def test_a_missing_data_set_is_named_with_its_source(fresh):

@@ -1,0 +1,188 @@
+"""Limits of the quality rules, and the rule sets made of them. Null turns a rule, or a group of rules, off.
+
+Gopher: Rae et al., 2021, appendix A.1.1 and table A1. C4: Raffel et al., 2020, section 2.2, and its reference code.
+FineWeb: Penedo et al., 2024, section 3.6. Code: Chen et al., 2021 (Codex), section 3.1. What is counted, to the
+character, is in `shared_data.measures`.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared_data.yaml_files import ConfigBlock
+
+Share = float | None
+Count = int | None
+
+
+class GopherQuality(ConfigBlock):
+    """Does the text consist of words in sentences?"""
+
+    min_words: Count = Field(default=50, ge=0)
+    """Fewest words."""
+    max_words: Count = Field(default=100_000, ge=1)
+    """Most words."""
+    min_mean_word_chars: float | None = Field(default=3.0, ge=0)
+    """Least mean length of a word, characters."""
+    max_mean_word_chars: float | None = Field(default=10.0, gt=0)
+    """Greatest mean length of a word, characters."""
+    max_hashes_per_word: Share = Field(default=0.1, ge=0)
+    """Most number signs per word."""
+    max_ellipses_per_word: Share = Field(default=0.1, ge=0)
+    """Most ellipses per word."""
+    max_bullet_lines: Share = Field(default=0.9, ge=0, le=1)
+    """Greatest share of lines that begin with a bullet."""
+    max_ellipsis_lines: Share = Field(default=0.3, ge=0, le=1)
+    """Greatest share of lines that end in an ellipsis."""
+    min_alpha_words: Share = Field(default=0.8, ge=0, le=1)
+    """Least share of words with a letter."""
+    min_stop_words: Count = Field(default=2, ge=0, le=8)
+    """How many of the eight stop words must occur. English only: null for other languages."""
+
+
+class GopherRepetition(ConfigBlock):
+    """Does the text repeat itself? Shares of characters are of the whole text."""
+
+    max_duplicate_lines: Share = Field(default=0.30, ge=0, le=1)
+    """Greatest share of lines that were there before."""
+    max_duplicate_paragraphs: Share = Field(default=0.30, ge=0, le=1)
+    """The same of paragraphs."""
+    max_duplicate_line_chars: Share = Field(default=0.20, ge=0, le=1)
+    """Greatest share of characters in lines that were there before."""
+    max_duplicate_paragraph_chars: Share = Field(default=0.20, ge=0, le=1)
+    """The same of paragraphs."""
+    max_top_ngram_chars: list[float] | None = Field(default=[0.20, 0.18, 0.16], min_length=3, max_length=3)
+    """Greatest share of characters in the most frequent n-gram of words, for n = 2, 3, 4."""
+    max_duplicate_ngram_chars: list[float] | None = Field(
+        default=[0.15, 0.14, 0.13, 0.12, 0.11, 0.10], min_length=6, max_length=6
+    )
+    """Greatest share of characters in n-grams of words that were there before, for n = 5 to 10."""
+
+
+class C4(ConfigBlock):
+    """Drops lines that are no prose, then documents with too little left."""
+
+    max_word_chars: Count = Field(default=1000, ge=1)
+    """Lines with a longer word are dropped."""
+    min_words_per_line: Count = Field(default=3, ge=0)
+    """Lines with fewer words are dropped."""
+    terminal_mark: bool = False
+    """Whether lines without a terminal mark at their end are dropped. FineWeb found that it costs too much text."""
+    phrases: bool = True
+    """Whether lines with "javascript", or with phrases of cookie and privacy notices, are dropped."""
+    min_sentences: Count = Field(default=5, ge=0)
+    """Fewest sentences in the lines that are left."""
+    lorem_ipsum: bool = True
+    """Whether documents with "lorem ipsum" are dropped."""
+    curly_brackets: bool = True
+    """Whether documents with an opening curly bracket are dropped."""
+
+
+class FineWeb(ConfigBlock):
+    """Is it running text, not lists and menus? Counted in the lines that C4's rules leave."""
+
+    min_terminal_lines: Share = Field(default=0.12, ge=0, le=1)
+    """Least share of lines that end in a terminal mark."""
+    max_short_lines: Share = Field(default=0.67, ge=0, le=1)
+    """Greatest share of short lines."""
+    short_line_chars: int = Field(default=30, ge=1)
+    """A short line has at most this many characters."""
+    max_duplicate_line_chars: Share = Field(default=0.01, ge=0, le=1)
+    """Greatest share of characters in lines that were there before."""
+    max_line_ends_per_word: Share = Field(default=0.3, ge=0)
+    """Most line ends per word."""
+
+
+class Code(ConfigBlock):
+    """Was the file written by a person, and is it a program?"""
+
+    max_mean_line_chars: float | None = Field(default=100.0, gt=0)
+    """Greatest mean length of a line, characters."""
+    max_line_chars: Count = Field(default=1000, ge=1)
+    """Longest line, characters."""
+    min_alnum_chars: Share = Field(default=0.25, ge=0, le=1)
+    """Least share of letters and digits."""
+    max_duplicate_line_chars: Share = Field(default=0.60, ge=0, le=1)
+    """Greatest share of characters in lines that were there before: tables and generated code."""
+    generated_marks: list[str] = [
+        "auto-generated",
+        "autogenerated",
+        "automatically generated",
+        "generated by",
+        "do not edit",
+    ]
+    """A document with one of these in its first lines, in any case, is dropped."""
+    generated_lines: int = Field(default=5, ge=1)
+    """How many lines these are."""
+
+
+class MathQuality(GopherQuality):
+    """Gopher's rules for worked problems: short, and with symbols for words."""
+
+    min_words: Count = Field(default=10, ge=0)
+    min_mean_word_chars: float | None = Field(default=1.5, ge=0)
+    max_mean_word_chars: float | None = Field(default=15.0, gt=0)
+    min_alpha_words: Share = Field(default=0.3, ge=0, le=1)
+    min_stop_words: Count = Field(default=0, ge=0, le=8)
+
+
+class MathRepetition(GopherRepetition):
+    """Gopher's rules for derivations, whose steps repeat the one before in part."""
+
+    max_duplicate_lines: Share = Field(default=0.50, ge=0, le=1)
+    max_duplicate_line_chars: Share = Field(default=0.40, ge=0, le=1)
+    max_top_ngram_chars: list[float] | None = Field(default=[0.30, 0.28, 0.26], min_length=3, max_length=3)
+    max_duplicate_ngram_chars: list[float] | None = Field(
+        default=[0.45, 0.42, 0.39, 0.36, 0.33, 0.30], min_length=6, max_length=6
+    )
+
+
+class RuleSet(ConfigBlock):
+    """Groups of rules, in the order in which they are asked."""
+
+    gopher_repetition: GopherRepetition | None = None
+    gopher_quality: GopherQuality | None = None
+    c4: C4 | None = None
+    fineweb: FineWeb | None = None
+    code: Code | None = None
+
+
+class WebRules(RuleSet):
+    """As FineWeb applies them to pages."""
+
+    gopher_repetition: GopherRepetition | None = GopherRepetition()
+    gopher_quality: GopherQuality | None = GopherQuality()
+    c4: C4 | None = C4()
+    fineweb: FineWeb | None = FineWeb()
+
+
+class CodeRules(RuleSet):
+    """For source files."""
+
+    code: Code | None = Code()
+
+
+class MathRules(RuleSet):
+    """For problems and solutions."""
+
+    gopher_repetition: MathRepetition | None = MathRepetition()
+    gopher_quality: MathQuality | None = MathQuality()
+
+
+class ProseRules(RuleSet):
+    """For books and papers: no rule about lines or about symbols that formulae use."""
+
+    gopher_repetition: GopherRepetition | None = GopherRepetition()
+    gopher_quality: GopherQuality | None = GopherQuality()
+
+
+RuleSetName = Literal["web", "code", "math", "prose"]
+
+
+class Rules(ConfigBlock):
+    """The four rule sets; a source names the one that it is held to."""
+
+    web: WebRules = WebRules()
+    code: CodeRules = CodeRules()
+    math: MathRules = MathRules()
+    prose: ProseRules = ProseRules()
