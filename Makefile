@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := data,plot,demo,track,dev
+EXTRAS := data,fast,dedup,plot,demo,track,scale,remote,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test docs lint types unit clean
