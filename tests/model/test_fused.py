@@ -99,6 +99,23 @@ def test_tied_logits_go_to_the_lowest_experts_and_idle_experts_get_zero_gradient
     assert all(torch.equal(gates[e].grad, torch.zeros_like(gates[e])) for e in range(2, 8))
 
 
+def test_a_step_of_a_fused_optimizer_is_seen_by_the_next_forward_pass():
+    """Fused optimizers leave the parameters' version counters alone, so a copy kept by them would stay as it was."""
+    torch.manual_seed(0)
+    x, gain, router = random(1, 20, 32), random(32), random(4, 32)
+    gates, ups = ([random(24, 32) for _ in range(5)] for _ in range(2))
+    downs = [random(32, 24) for _ in range(5)]
+    matrices = [*gates, *ups, *downs]
+    geometry = MoEGeometry(4, 2, 1, EPS, False, PRODUCTS["triton_grouped"])
+    optimizer = torch.optim.AdamW(matrices, lr=0.5, fused=True)
+    before = fused_moe(x, geometry, gain, router, None, gates, ups, downs)[0]
+    before.square().sum().backward()
+    optimizer.step()
+    after = fused_moe(x, geometry, gain, router, None, gates, ups, downs)[0]
+    assert not torch.allclose(after, before, rtol=0.1)
+    assert_close(after, plain_moe(x, gain, router, None, gates, ups, downs, 2, False)[0])
+
+
 def softmax_forward(q, k, v):
     """An attention kernel's contract, written out: o (B, T, H, hd), lse (B, H, T)."""
     repeat = q.shape[1] // k.shape[1]

@@ -3,7 +3,7 @@
 Shapes: N tokens = B * T, D width, C columns of the fused projection, H heads, P rotary pairs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
 from gpt_oss_lite.model.fused.causal_attention import causal_attention, causal_attention_backward
-from gpt_oss_lite.model.fused.weights import JoinedWeight, split
+from gpt_oss_lite.model.fused.weights import joined_copy, split
 from gpt_oss_lite.model.kernels.rms_norm import rms_norm, rms_norm_backward
 from gpt_oss_lite.model.kernels.rope import rope_, rope_backward
 from gpt_oss_lite.model.kernels.sink import add_sink_, sink_gradient
@@ -20,15 +20,13 @@ from gpt_oss_lite.model.kernels.window_attention import window_attention, window
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Sizes of an attention layer, and its weights' copies."""
+    """Sizes of an attention layer."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     window: int | None
     eps: float
-    qkv: JoinedWeight = field(default_factory=JoinedWeight)
-    out: JoinedWeight = field(default_factory=JoinedWeight)
 
 
 def matrix_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
@@ -52,8 +50,8 @@ class FusedAttention(torch.autograd.Function):
         ctx: Any, geometry: AttentionGeometry, batch: int, cos_TP: Tensor, sin_TP: Tensor, x_ND: Tensor, gain_D: Tensor,
         sink_H: Tensor | None, q_proj: Tensor, kv_proj: Tensor, o_proj: Tensor,
     ) -> Tensor:  # fmt: skip
-        w_qkv = geometry.qkv.get([[q_proj, kv_proj]], x_ND.dtype)
-        w_out = geometry.out.get([[o_proj]], x_ND.dtype)
+        w_qkv = joined_copy([[q_proj, kv_proj]], x_ND.dtype)[0]
+        w_out = o_proj.to(x_ND.dtype)
         h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
         qkv_NC = h_ND @ w_qkv.t()
         rope_(qkv_NC, cos_TP, sin_TP, geometry.n_heads, geometry.n_kv_heads)

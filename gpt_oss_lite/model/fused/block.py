@@ -75,7 +75,7 @@ def grouped_products(moe_dispatch: str) -> str:
 
 
 class FusedBlock:
-    """A layer's fused halves, with their geometry and their copies of the weights."""
+    """A layer's fused halves, with their geometry."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         from gpt_oss_lite.model.fused.attention import AttentionGeometry

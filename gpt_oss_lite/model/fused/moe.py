@@ -7,14 +7,14 @@ Shapes: N tokens, D width, E experts, K experts per token, R = N * K rows, F hid
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt_oss_lite.model.fused.attention import matrix_gradient
-from gpt_oss_lite.model.fused.weights import JoinedWeight
+from gpt_oss_lite.model.fused.weights import joined_copy
 from gpt_oss_lite.model.kernels.grouped import triton_grouped_gradient, triton_grouped_product
 from gpt_oss_lite.model.kernels.permute import group_by_expert, sum_rows, tokens_to_rows
 from gpt_oss_lite.model.kernels.rms_norm import rms_norm
@@ -53,7 +53,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class MoEGeometry:
-    """Sizes of a feed-forward layer, and its weights' copies."""
+    """Sizes of a feed-forward layer, and how its experts are multiplied."""
 
     n_experts: int
     experts_per_token: int
@@ -61,10 +61,6 @@ class MoEGeometry:
     eps: float
     clamped: bool
     products: GroupedProducts
-    gate_up: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
-    down: JoinedWeight = field(default_factory=lambda: JoinedWeight(stacked=True))
-    shared_gate_up: JoinedWeight = field(default_factory=JoinedWeight)
-    shared_down: JoinedWeight = field(default_factory=JoinedWeight)
 
 
 class FusedMoE(torch.autograd.Function):
@@ -77,8 +73,8 @@ class FusedMoE(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gates, ups, downs = _by_kind(matrices)
         n, multiply = geometry.n_experts, geometry.products.product
-        w_gate_up = geometry.gate_up.get(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
-        w_down = geometry.down.get([[down] for down in downs[:n]], x_ND.dtype)
+        w_gate_up = joined_copy(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
+        w_down = joined_copy([[down] for down in downs[:n]], x_ND.dtype)
 
         h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
         routing = choose_experts(h_ND, router_ED, bias_E, geometry.experts_per_token)
@@ -91,8 +87,8 @@ class FusedMoE(torch.autograd.Function):
         shared_ND: Tensor | None = None
         shared: tuple[Tensor, ...] = ()
         if geometry.n_shared_experts:
-            w_shared = geometry.shared_gate_up.get([[gates[n], ups[n]]], x_ND.dtype)
-            w_shared_down = geometry.shared_down.get([[downs[n]]], x_ND.dtype)
+            w_shared = joined_copy([[gates[n], ups[n]]], x_ND.dtype)[0]
+            w_shared_down = downs[n].to(x_ND.dtype)
             shared_gate_up = h_ND @ w_shared.t()
             shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
             shared_ND = shared_hidden @ w_shared_down.t()
