@@ -251,8 +251,9 @@ def _check_mixture(manifest: Manifest, where: Path, data_mix: str | None) -> Non
     if data_mix is None:
         return
     if manifest.mixture != data_mix:
+        its_name = f"--set data.data_mix={shlex.quote(manifest.mixture)}, or " if manifest.mixture else "--set "
         raise UserError(
             f"data.data_mix is {data_mix!r}, but {where} says that the corpus was made with {manifest.mixture!r} "
             f"(sources: {', '.join(manifest.sources)}); if that is the one you want: "
-            f"--set data.data_mix={shlex.quote(manifest.mixture)}, or data.data_mix=null to take any"
+            f"{its_name}data.data_mix=null to take any"
         )
