@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import needs_packages  # noqa: F401
 import typer
 from demo_commands import Commands, words_of
 from demo_corpus import SOURCES, write_raw

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import needs_packages  # noqa: F401
 import numpy as np
 import torch
 import typer
