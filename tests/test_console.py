@@ -35,8 +35,8 @@ def test_a_line_in_a_pipe_has_done_of_all_rate_and_time_left(monkeypatch, capsys
     assert capsys.readouterr().err == "copy: 1 MB of 4 MB (25%), 50 kB/s, 60 s left\n"
 
 
-@pytest.mark.parametrize(("total", "done"), [(10, 10), (10, 7), (None, 3), (0, 0)])
-def test_a_bar_that_is_finished_looks_finished(total, done, monkeypatch):
+@pytest.mark.parametrize(("total", "done", "early"), [(10, 10, False), (10, 7, True), (None, 3, False), (0, 0, False)])
+def test_a_bar_that_is_finished_looks_finished(total, done, early, monkeypatch):
     master, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -45,6 +45,8 @@ def test_a_bar_that_is_finished_looks_finished(total, done, monkeypatch):
         with progress("work", total, "steps") as report:
             for _ in range(done):
                 report.advance(1)
+            if early:
+                report.finish()
         stream.flush()
         shown = os.read(master, 1 << 16).decode()
     os.close(master)
@@ -53,7 +55,7 @@ def test_a_bar_that_is_finished_looks_finished(total, done, monkeypatch):
     assert " 100%" in last
 
 
-def test_a_bar_of_work_that_failed_does_not(monkeypatch):
+def test_a_bar_of_work_that_stopped_early_does_not(monkeypatch):
     master, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(terminal, "w") as stream:
