@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO, cast
 
 import typer
 from pydantic import ValidationError
@@ -35,11 +35,36 @@ _BAD_INPUT_ERRNOS = {
 
 def say(message: str) -> None:
     """Print one line to standard error; where its reader has gone (a closed terminal), work goes on without."""
-    try:
+    with _without_a_reader():
         print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _without_a_reader() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EPIPE):
             raise
+
+
+class _Screen:
+    """Standard error as bars are written to it: as with `say`, work outlives the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _without_a_reader():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _without_a_reader():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def count_with_unit(count: float, unit: str = "") -> str:
@@ -111,7 +136,7 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
         unit: name of the unit, e.g. "documents", "B", "tokens".
         lines: whether to print lines where there is no terminal; False for work that logs its own.
     """
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, _Screen(sys.stderr)))
     if not console.is_terminal:
         yield ProgressReporter(label, total, unit, None, lines)
         return

@@ -35,6 +35,16 @@ def test_a_line_in_a_pipe_has_done_of_all_rate_and_time_left(monkeypatch, capsys
     assert capsys.readouterr().err == "copy: 1 MB of 4 MB (25%), 50 kB/s, 60 s left\n"
 
 
+def all_of(master: int) -> str:
+    """What a terminal was shown until it was closed at the other end."""
+    shown = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(master, 1 << 16):
+            shown += chunk
+    os.close(master)
+    return shown.decode()
+
+
 @pytest.mark.parametrize(("total", "done", "early"), [(10, 10, False), (10, 7, True), (None, 3, False), (0, 0, False)])
 def test_a_bar_that_is_finished_looks_finished(total, done, early, monkeypatch):
     master, terminal = pty.openpty()
@@ -47,10 +57,7 @@ def test_a_bar_that_is_finished_looks_finished(total, done, early, monkeypatch):
                 report.advance(1)
             if early:
                 report.finish()
-        stream.flush()
-        shown = os.read(master, 1 << 16).decode()
-    os.close(master)
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).strip().splitlines()[-1]
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", all_of(master)).strip().splitlines()[-1]
     assert last.startswith("work ")
     assert " 100%" in last
 
@@ -63,8 +70,7 @@ def test_a_bar_of_work_that_stopped_early_does_not(monkeypatch):
         with contextlib.suppress(KeyError), progress("work", 10, "steps") as report:
             report.advance(7)
             raise KeyError
-        shown = os.read(master, 1 << 16).decode()
-    os.close(master)
+    shown = all_of(master)
     assert "70%" in shown
     assert "100%" not in shown
 
@@ -76,5 +82,20 @@ def test_work_goes_on_where_the_terminal_has_gone(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         with pytest.raises(OSError, match="Input/output"):
             os.write(terminal, b"x")
+        with progress("work", 2, "steps") as report:  # no terminal any more: plain lines
+            report.advance(1)
         say("nobody reads this")
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)  # for what the stream still holds
+
+
+def test_a_bar_goes_on_where_its_terminal_goes(monkeypatch):
+    master, terminal = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress("work", 2, "steps") as report:
+            report.advance(1)
+            os.close(master)
+            say("nobody reads this")
+            report.advance(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)

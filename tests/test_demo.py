@@ -140,7 +140,7 @@ def test_a_stop_from_the_terminal_is_saved_and_gone_on_from(how, finished, tmp_p
         while terminal.read():
             pass
         last = terminal.shown.decode().splitlines()[-1]
-        assert last == "stopped; what is done is kept: run `make demo` again to go on"
+        assert last.endswith("stopped; what is done is kept: run `make demo` again to go on")
     os.close(terminal.master)
     assert terminal.process.wait(timeout=60) == 3
     (saved,) = (tmp_path / "runs/demo/checkpoints").glob("meta_step_*.json")
