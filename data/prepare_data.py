@@ -5,7 +5,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shared_data.prepare_data import main
-
 if __name__ == "__main__":
+    try:
+        from shared_data.prepare_data import main
+    except ModuleNotFoundError as missing:
+        from shared_data.errors import leave_without
+
+        leave_without(missing)
     sys.exit(main())

@@ -1,5 +1,10 @@
 """python -m gpt_oss_lite: the same as the command gpt-oss-lite."""
 
-from gpt_oss_lite.cli import main
+try:
+    from gpt_oss_lite.cli import main
+except ModuleNotFoundError as missing:
+    from shared_data.errors import leave_without
+
+    leave_without(missing)
 
 main()

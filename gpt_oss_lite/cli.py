@@ -1,5 +1,4 @@
-"""The command line: gpt-oss-lite pretrain | generate | eval | passkey | export | import | prepare |
-verify | estimate.
+"""The command line, `gpt-oss-lite COMMAND`; the table in README.md has all of them.
 
 A command reads its options, hands them to the one function that does the work, and prints its result; heavy modules
 are imported inside, so that --help answers at once. Results go to standard output, everything else to standard error.
@@ -8,7 +7,10 @@ are imported inside, so that --help answers at once. Results go to standard outp
 import json
 import logging
 import math
+import re
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -163,10 +165,11 @@ def generate(
     if prompt is None:
         text.repl(model, tokenizer, settings, sys.stdin, sys.stdout)
         return
-    if stream:
-        text.say_speed(text.stream_text(model, tokenizer, prompt, settings, sys.stdout))
-        return
-    drawn, speed = text.complete(model, tokenizer, prompt, settings, n_samples=samples)
+    with _naming_options(vars(settings)):
+        if stream:
+            text.say_speed(text.stream_text(model, tokenizer, prompt, settings, sys.stdout))
+            return
+        drawn, speed = text.complete(model, tokenizer, prompt, settings, n_samples=samples)
     texts = [tokenizer.decode(sample.ids) for sample in drawn]
     if as_json:
         rows = zip(texts, drawn, strict=True)
@@ -371,6 +374,18 @@ def _load(checkpoint: Path, step: int | None) -> "tuple[GPTOSS, Tokenizer]":
             f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and EOS {tokenizer.eos_token_id}"
         )
     return model, tokenizer
+
+
+@contextmanager
+def _naming_options(names: Iterable[str]) -> Iterator[None]:
+    """Errors about arguments name the options that they came from, and the one prompt without its number."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error).replace("prompt 0 ", "the prompt ")
+        for name in names:
+            message = re.sub(rf"\b{name} is ", f"--{name.replace('_', '-')} is ", message)
+        raise UserError(message) from None
 
 
 def print_json(value: Any) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import needs_packages  # noqa: F401
 import torch
 import typer
 from timing import time_steps

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs_packages  # noqa: F401
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import needs_packages  # noqa: F401
 import torch
 
 from gpt_oss_lite.config import ModelConfig, TrainingConfig

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import needs_packages  # noqa: F401
 import torch
 import typer
 

@@ -4,14 +4,16 @@ Every stage is the ordinary command, printed before it runs, so that it can be t
 is not done again: a second run only reads the results, and a run that was killed goes on where it was.
 """
 
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import needs_packages  # noqa: F401
 import typer
-from demo_corpus import write_raw
+from demo_commands import Commands, words_of
+from demo_corpus import SOURCES, write_raw
 from demo_report import Figures, PeakMemory, plot_losses, read_figures
 
 from gpt_oss_lite.config import load_recipe
@@ -22,6 +24,9 @@ from shared_data.files import write_atomic
 SCRIPTS = Path(__file__).resolve().parent
 RECIPE = SCRIPTS.parent / "configs" / "quickstart.yaml"
 DATA = Path("data/quickstart")
+CORPUS = DATA / "pretrain_chinchilla"
+# The command that made the corpus, written when the corpus was made and checked.
+PREPARED = DATA / "prepared.txt"
 RUN = Path("runs/demo")
 SAMPLES = RUN / "samples.txt"
 PLOT = RUN / "loss.svg"
@@ -42,52 +47,54 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For the recipe.")] = None,
 ) -> int:
     """Walk from raw text to samples; the options make it smaller."""
-    started = time.monotonic()
+    started, commands = time.monotonic(), Commands()
+    went_on = DATA.exists() or RUN.exists()
     with PeakMemory() as memory:
-        prepare_corpus(total_tokens, source_bytes)
-        train(overrides or [])
-        samples = draw_samples()
+        prepare_corpus(commands, total_tokens, source_bytes)
+        training = train(commands, overrides or [])
+        samples = draw_samples(commands)
         figures = read_figures(RUN)
         if is_older(PLOT, newest_meta()):
             plot_losses(RUN, PLOT)
-    summarise(figures, samples, time.monotonic() - started, memory.peak_bytes)
+    only = " for what an earlier demo had left to do" if went_on else ""
+    summarise(figures, samples, training, f"{time.monotonic() - started:.0f} s{only}", memory.peak_bytes)
     if figures.last_bpb > LARGEST_RATIO * figures.first_bpb:
         say(f"error: held-out bits per byte should fall to {LARGEST_RATIO:.0%} of the first value at least")
         return 1
     return 0
 
 
-def prepare_corpus(total_tokens: int | None, source_bytes: int | None) -> None:
+def prepare_corpus(commands: Commands, total_tokens: int | None, source_bytes: int | None) -> None:
     """Raw text from the installed packages, through the four stages, and checked."""
     write_raw(DATA / "sources", source_bytes)
+    settings = [SCRIPTS / "demo_mixture.yaml", SCRIPTS / "demo_data.yaml"]
     sizes = ["--total-tokens", str(total_tokens)] if total_tokens else []
-    run("prepare", "--mixture", SCRIPTS / "demo_mixture.yaml", "--data-config", SCRIPTS / "demo_data.yaml",
-        "--data-root", DATA, *sizes)  # fmt: skip
-    run("verify", DATA / "pretrain_chinchilla")
+    command = ["prepare", "--mixture", settings[0], "--data-config", settings[1], "--data-root", DATA, *sizes]
+    inputs = [*settings, *(DATA / "sources" / f"{source}.jsonl" for source in SOURCES)]
+    if (
+        (CORPUS / "manifest.json").exists()
+        and not any(is_older(PREPARED, path) for path in inputs)
+        and PREPARED.read_text() == words_of(command)
+    ):
+        say(f"already done: the corpus {CORPUS}, prepared and verified")
+        return
+    commands.run(*command)
+    commands.run("verify", CORPUS)
+    write_atomic(PREPARED, words_of(command))
 
 
-def train(overrides: list[str]) -> None:
-    """Train half of the steps, then go on from the checkpoint as after any stop."""
+def train(commands: Commands, overrides: list[str]) -> Sequence[str | Path]:
+    """Train half of the steps, then go on from the checkpoint as after any stop; the command of the whole run."""
     recipe = load_recipe(RECIPE, overrides)
     half = recipe.training.total_steps // 2
     settings = [word for override in overrides for word in ("--set", override)]
-    command: list[str | Path] = [
-        "pretrain",
-        "--config",
-        RECIPE,
-        "--out",
-        RUN,
-        "--seed",
-        "0",
-        *settings,
-        "--auto-resume",
-    ]
+    command = ["pretrain", "--config", RECIPE, "--out", RUN, "--seed", "0", *settings, "--auto-resume"]
     done = newest_step()
     if done < half:
-        run(*command, "--max-steps", str(half))
-    if done < recipe.training.total_steps:
+        commands.run(*command, "--max-steps", str(half))
         say("the run was stopped on purpose; now it goes on from its checkpoint, as if it had never stopped")
-    run(*command)
+    commands.run(*command)
+    return command
 
 
 def newest_step() -> int:
@@ -100,13 +107,15 @@ def newest_meta() -> Path:
     return RUN / CHECKPOINTS / f"meta_step_{newest_step()}.json"
 
 
-def draw_samples() -> str:
+def draw_samples(commands: Commands) -> str:
     """Continuations of one prompt, from greedy to free; kept in a file beside the run."""
-    if is_older(SAMPLES, newest_meta()):
+    if not is_older(SAMPLES, newest_meta()):
+        say(f"already done: the samples {SAMPLES}")
+    else:
         parts = []
         for temperature in TEMPERATURES:
-            text = run("generate", "--checkpoint", RUN, "--prompt", PROMPT, "--temperature", str(temperature),
-                       "--max-new-tokens", str(NEW_TOKENS), "--seed", "0", keep_output=True)  # fmt: skip
+            text = commands.run("generate", "--checkpoint", RUN, "--prompt", PROMPT, "--temperature", str(temperature),
+                                "--max-new-tokens", str(NEW_TOKENS), "--seed", "0", keep_output=True)  # fmt: skip
             parts.append(f"--- temperature {temperature}\n{text.rstrip()}\n")
         write_atomic(SAMPLES, "".join(parts))
     return SAMPLES.read_text()
@@ -117,31 +126,16 @@ def is_older(made: Path, source: Path) -> bool:
     return not made.exists() or made.stat().st_mtime < source.stat().st_mtime
 
 
-def run(*words: str | Path, keep_output: bool = False) -> str:
-    """Run a gpt-oss-lite command; its standard output is returned, or goes where ours goes."""
-    arguments = [str(word) for word in words]
-    shown = [
-        str(Path(word).relative_to(Path.cwd())) if Path(word).is_relative_to(Path.cwd()) else word for word in arguments
-    ]
-    say(f"\n$ gpt-oss-lite {' '.join(repr(word) if ' ' in word else word for word in shown)}")
-    command = [sys.executable, "-m", "gpt_oss_lite", *arguments]
-    result = subprocess.run(command, stdout=subprocess.PIPE if keep_output else None, text=True, errors="replace")
-    if result.returncode:
-        say(f"the command above ended with exit code {result.returncode}")
-        raise typer.Exit(result.returncode)
-    return result.stdout or ""
-
-
-def summarise(figures: Figures, samples: str, seconds: float, peak_bytes: int) -> None:
+def summarise(figures: Figures, samples: str, training: Sequence[str | Path], duration: str, peak_bytes: int) -> None:
     """Say what was learnt and where everything is."""
     print(f"\n{samples}")
-    print(f"corpus    {DATA / 'pretrain_chinchilla'} (stand-ins for the real mixture: see scripts/demo_corpus.py)")
+    print(f"corpus    {CORPUS} (stand-ins for the real mixture: see scripts/demo_corpus.py)")
     print(f"run       {RUN} (config.yaml, metrics.jsonl, events.jsonl, checkpoints/)")
     print(f"samples   {SAMPLES}")
     print(f"plot      {PLOT}")
-    print(f"again     gpt-oss-lite pretrain --config configs/{RECIPE.name}")
-    print(f"ask       gpt-oss-lite generate --checkpoint {RUN} --prompt 'import '")
-    print(f"time      {seconds:.0f} s, peak RSS of all processes {peak_bytes / 1e9:.2f} GB")
+    print(f"again     {words_of(training)}")
+    print(f"ask       {words_of(['generate', '--checkpoint', RUN, '--prompt', PROMPT])}")
+    print(f"time      {duration}, peak RSS of all processes {peak_bytes / 1e9:.2f} GB")
     print(f"val_bpb   first={figures.first_bpb:.4f} last={figures.last_bpb:.4f}")
 
 

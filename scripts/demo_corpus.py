@@ -110,3 +110,4 @@ def write_raw(folder: Path, cap: int | None = None) -> None:
                     break
                 file.write(line)
                 report.advance(len(line))
+            report.finish()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import needs_packages  # noqa: F401
 import numpy as np
 import torch
 import typer
@@ -79,6 +80,7 @@ def check(backend: str, settings: list[str], folder: Path) -> dict[str, Any]:
     run = open_run(plan_run(PretrainOptions(config=RECIPE, out=folder / "run", seed=0, overrides=settings)))
     losses = [train_step(run).ce.item() for _ in range(STEPS)]
     save(run)
+    run.saver.drain()  # saves are written in the background
     loaded, _ = load_model(run.folder, device=run.device)
     same_logits = torch.equal(logits(run.model, run), logits(loaded, run))
     agreement = decoding_agreement(loaded)

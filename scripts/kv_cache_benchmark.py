@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import needs_packages  # noqa: F401
 import torch
 import typer
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
+import needs_packages  # noqa: F401
 import numpy as np
 import torch
 import typer

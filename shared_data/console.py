@@ -10,9 +10,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO, cast
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -33,17 +34,54 @@ _BAD_INPUT_ERRNOS = {
 
 
 def say(message: str) -> None:
-    """Print one line to standard error."""
-    print(message, file=sys.stderr, flush=True)
+    """Print one line to standard error; where its reader has gone (a closed terminal), work goes on without."""
+    with _without_a_reader():
+        print(message, file=sys.stderr, flush=True)
 
 
-def count_with_unit(count: float) -> str:
-    """A count in three figures: 950, 12.3k, 4.56M, 7.89G."""
-    for unit in ("", "k", "M"):
+@contextmanager
+def _without_a_reader() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+
+
+class _Screen:
+    """Standard error as bars are written to it: as with `say`, work outlives the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _without_a_reader():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _without_a_reader():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def count_with_unit(count: float, unit: str = "") -> str:
+    """A count in three figures: 0.25, 950, 12.3k, 4.56M, 7.89G; with its unit: 12.3k tokens, but 4.56 MB."""
+    prefix = ""
+    for larger in ("k", "M", "G"):
         if abs(count) < 999.5:
-            return f"{count:.3g}{unit}" if unit else f"{count:.0f}"
-        count /= 1000
-    return f"{count:.3g}G"
+            break
+        count, prefix = count / 1000, larger
+    if unit.split("/")[0] == "B":
+        return f"{count:.3g} {prefix}{unit}"
+    return f"{count:.3g}{prefix} {unit}".rstrip()
+
+
+def count_of(count: int, noun: str) -> str:
+    """A number of things: 1 shard, 2 shards."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 class ProgressReporter:
@@ -61,16 +99,22 @@ class ProgressReporter:
     def advance(self, amount: float) -> None:
         """Count `amount` more units as done."""
         self._done += amount
-        rate = f"{count_with_unit(self._rate())} {self._unit}/s"
+        rate = count_with_unit(self._rate(), f"{self._unit}/s")
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=self._done, rate=rate)
         elif self._lines and time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
             self._last_line = time.monotonic()
-            share, left = "", ""
+            done, left = count_with_unit(self._done, self._unit), ""
             if self._total:
-                share = f" of {count_with_unit(self._total)} ({self._done / self._total:.0%})"
+                done += f" of {count_with_unit(self._total, self._unit)} ({self._done / self._total:.0%})"
                 left = f", {max(self._total - self._done, 0) / self._rate():.0f} s left"
-            say(f"{self._label}: {count_with_unit(self._done)}{share} {self._unit}, {rate}{left}")
+            say(f"{self._label}: {done}, {rate}{left}")
+
+    def finish(self) -> None:
+        """Show the whole bar: the work is done, though it took fewer units than were foreseen."""
+        if self._bar and self._task is not None:
+            done = self._done or 1
+            self._bar.update(self._task, total=done, completed=done)
 
     def remove(self) -> None:
         """Take the bar off the screen."""
@@ -92,7 +136,7 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
         unit: name of the unit, e.g. "documents", "B", "tokens".
         lines: whether to print lines where there is no terminal; False for work that logs its own.
     """
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, _Screen(sys.stderr)))
     if not console.is_terminal:
         yield ProgressReporter(label, total, unit, None, lines)
         return
@@ -104,13 +148,16 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
             within.remove()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-               TextColumn("{task.fields[rate]}"), TimeRemainingColumn())  # fmt: skip
+               TextColumn("{task.fields[rate]}"), TimeRemainingColumn(elapsed_when_finished=True))  # fmt: skip
     with Progress(*columns, console=console, transient=False) as bar:
         _shown.append(bar)
+        reporter = ProgressReporter(label, total, unit, bar, lines)
         try:
-            yield ProgressReporter(label, total, unit, bar, lines)
+            yield reporter
         finally:
             _shown.pop()
+        if not total:
+            reporter.finish()
 
 
 def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str | None = None) -> int:
@@ -128,7 +175,7 @@ def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str
     except typer.Exit as leaving:
         return leaving.exit_code
     except _ClickException as usage:
-        say(f"error: {' '.join(usage.format_message().split())}")
+        say(f"error: {_describe_usage(usage)}")
         return EXIT_BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         say("stopped by the keyboard")
@@ -143,6 +190,17 @@ def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str
         say(f"error: {describe(error)}")
         bad_input = isinstance(error, UserError) or error.errno in _BAD_INPUT_ERRNOS
         return EXIT_BAD_INPUT if bad_input else EXIT_FAILED
+
+
+def _describe_usage(error: Any) -> str:
+    """One line for wrong words on the command line, with the value; newer typers check values by pydantic, which
+    leaves it out."""
+    message = " ".join(error.format_message().split())
+    if isinstance(error.__cause__, ValidationError):
+        value = error.__cause__.errors()[0]["input"]
+        message = message.replace("Value error, ", "").replace(": Input should", f": {value!r} should")
+        message = message.split(", unable to parse")[0]
+    return f"{message} See --help." if message.startswith("Missing ") else message
 
 
 def describe(error: Exception) -> str:

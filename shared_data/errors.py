@@ -5,7 +5,9 @@ of ours, or of the machine, and exits with code 1.
 """
 
 import importlib
+import sys
 from types import ModuleType
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -26,3 +28,19 @@ def require_extra(module: str, extra: str) -> ModuleType:
         raise UserError(
             f"the package {module.split('.')[0]} is not installed; it comes with: pip install 'gpt-oss-lite[{extra}]'"
         ) from None
+
+
+def leave_without(missing: ModuleNotFoundError) -> NoReturn:
+    """End a program that was started by a Python without our packages, with one line that says what to do.
+
+    Raises:
+        ModuleNotFoundError: it is one of our own modules that is missing.
+    """
+    name = (missing.name or "").split(".")[0]
+    if name in ("", "gpt_oss_lite", "shared_data"):
+        raise missing
+    print(
+        f"error: {sys.executable} has no package {name}: run `make venv` once and `. .venv/bin/activate` in each shell",
+        file=sys.stderr,
+    )
+    sys.exit(2)

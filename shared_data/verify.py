@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from shared_data import options
-from shared_data.console import ProgressReporter, progress, say
+from shared_data.console import ProgressReporter, count_of, progress, say
 from shared_data.errors import UserError
 from shared_data.manifest import (
     MANIFEST_NAME,
@@ -161,6 +161,6 @@ def verify(
         print(json.dumps(results, indent=2))
     else:
         for name, result in results.items():
-            state = "all good" if not result["problems"] else f"{len(result['problems'])} bad files"
-            print(f"{name}: {result['shards']} shards, {result['tokens']:,} tokens, {state}")
+            state = "all good" if not result["problems"] else count_of(len(result["problems"]), "bad file")
+            print(f"{name}: {count_of(result['shards'], 'shard')}, {result['tokens']:,} tokens, {state}")
     return 1 if bad else 0

@@ -57,6 +57,7 @@ def edit_recipe(old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
+QUICKSTART, FULL = (str(command_line.ROOT / f"configs/{name}.yaml") for name in ("quickstart", "pretrain_a100_502m"))
 PRETRAIN = ["pretrain", "--config", "recipe.yaml", "--out", "new"]
 
 # name: (what is done to the folder, the command, words that the line must have)
@@ -71,7 +72,17 @@ CASES = {
     "unknown key": (None, [*PRETRAIN, "--set", "model.d_modle=1"], ["model.d_modle", "d_model"]),
     "heads do not fit": (None, [*PRETRAIN, "--set", "model.n_kv_heads=3"], ["n_heads is 2", "n_kv_heads (3)"]),
     "fp16": (None, [*PRETRAIN, "--set", "model.dtype=fp16"], ["model.dtype is fp16", "bf16 or fp32"]),
-    "no corpus": (lambda: shutil.rmtree("corpus"), PRETRAIN, ["corpus", "prepare"]),
+    "no corpus": (lambda: shutil.rmtree("corpus"), PRETRAIN, ["corpus: no such corpus in the working folder /"]),
+    "no demo corpus": (
+        None, ["pretrain", "--config", QUICKSTART, "--out", "new"],
+        ["data/quickstart/pretrain_chinchilla", "`make demo`"]),
+    "no default corpus": (
+        None, ["pretrain", "--config", FULL, "--out", "new"],
+        ["data/pretrain_chinchilla", "python data/prepare_data.py --stage pretrain"]),
+    "nothing held out": (
+        lambda: shutil.rmtree("corpus/validation"), ["eval", "--checkpoint", "run", "--data", "corpus/validation"],
+        ["corpus/validation", "nothing was held out", "validation_share"]),
+    "key without its block": (None, [*PRETRAIN, "--set", "d_model=8"], ["d_model is not", "nearest", "model.d_model"]),
     "corpus without manifest": (lambda: Path("corpus/manifest.json").unlink(), PRETRAIN, ["manifest.json", "--repair"]),
     "manifest is empty": (lambda: Path("corpus/manifest.json").write_text(""), PRETRAIN, ["corpus/manifest.json"]),
     "manifest is no JSON": (lambda: Path("corpus/manifest.json").write_text("{"), PRETRAIN, ["corpus/manifest.json"]),
@@ -95,7 +106,9 @@ CASES = {
         lambda: edit_manifest(vocab_size=128000), PRETRAIN, ["vocab_size is 128000", "64 rows"]),
     "id beyond the rows": (lambda: write_ids(64), PRETRAIN, ["corpus/shard_00001.bin", "id 64", "64 rows"]),
     "id beyond int32": (lambda: write_ids(2**32 - 1), PRETRAIN, ["corpus/shard_00001.bin", "4294967295"]),
-    "another mixture": (None, [*PRETRAIN, "--set", "data.data_mix=other"], ["other", "tiny"]),
+    "another mixture": (
+        None, [*PRETRAIN, "--set", "data.data_mix=other"],
+        ["other", "tiny", "--set data.data_mix=tiny", "data.data_mix=null"]),
     "no validation": (
         lambda: shutil.rmtree("corpus/validation"), [*PRETRAIN, "--set", "training.eval_interval=1"],
         ["training.eval_interval", "validation"]),

@@ -58,6 +58,13 @@ def test_help_at_every_level(words, capsys):
         (["estimate", "--config", RECIPE, "--batch-size", "0"], "--batch-size"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--samples", "0"], "--samples"),
         (["--verson"], "--version"),
+        (["prepare", "--total-tokens", "1e6"], "Invalid value for '--total-tokens': '1e6' should be a valid integer\n"),
+        (["pretrain", "--config", RECIPE, "--resume-from", "x"], "'x' should be a valid integer\n"),
+        (["pretrain", "--config", RECIPE, "--max-hours", "x"], "'x' should be a valid number\n"),
+        (["estimate", "--config", RECIPE, "--batch-size", "0"], "'0' should be greater than or equal to 1\n"),
+        (["prepare", "--stage", "finetune"], "Invalid value for '--stage': 'finetune' is not one of 'pretrain'"),
+        (["pretrain"], "Missing option '--config'. See --help."),
+        (["verify"], "Missing argument 'DIR'. See --help."),
     ],
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(words, hint, capsys):
@@ -164,9 +171,34 @@ def test_a_model_of_another_vocabulary_does_not_take_text(tmp_path, capsys):
     assert "the model has vocab_size 61 and 64 rows, but the tokenizer llama3 has vocab_size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top-p", "1.5"], "--top-p is 1.5: it must be above 0"),
+        (["--temperature", "-1", "--stream"], "--temperature is -1.0: it must be"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1: it must be at least 0"),
+        (["--max-new-tokens", "1000"], "the prompt has 2 tokens and --max-new-tokens is 1000: together"),
+    ],
+)
+def test_an_error_of_sampling_names_the_option(run, words, message, capsys):
+    assert gpt_oss_lite("generate", "--checkpoint", run, "--prompt", "x", *words) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_what_is_not_finite_is_null_in_json(capsys):
     cli.print_json({"perplexity": math.inf, "by": [{"loss": math.nan}], "n": 1})
     assert json.loads(capsys.readouterr().out) == {"perplexity": None, "by": [{"loss": None}], "n": 1}
+
+
+@pytest.mark.parametrize("start", [["training/pretrain.py"], ["data/prepare_data.py"], ["-m", "gpt_oss_lite"]])
+def test_a_python_without_the_packages_says_what_to_do(start):
+    result = command_line.run("python", "-S", *start, "--help")  # -S: nothing of site-packages
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "`make venv`" in result.stderr
+    assert "has no package gpt_oss_lite" not in result.stderr
 
 
 def test_module_script_and_command_are_one(tmp_path):

@@ -1,9 +1,19 @@
 """`make demo` in miniature: the same commands on less text and fewer steps. `.ci/run` runs the real one."""
 
+import fcntl
 import json
+import os
+import pty
 import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import command_line
 import pytest
@@ -67,6 +77,20 @@ def test_a_second_demo_redoes_nothing_and_says_the_same(finished):
     assert again.returncode == 0, again.stderr
     assert times(folder) == before
     assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
+    commands = [line for line in again.stderr.splitlines() if line.startswith("$ ")]
+    assert [command.split()[2] for command in commands] == ["pretrain"]
+    assert again.stderr.count("already") == 3  # the corpus, the run's steps, the samples
+    assert "for what an earlier demo had left to do" in again.stdout
+    assert "left to do" not in first.stdout
+
+
+def test_the_command_under_again_is_the_run_that_was_made(finished):
+    folder, first = finished
+    again = re.search(r"^again +gpt-oss-lite (.*)$", first.stdout, re.MULTILINE)[1].split()
+    made = json.loads((folder / "runs/demo/metrics.jsonl").read_text().splitlines()[-1])
+    result = command_line.run("gpt-oss-lite", *again, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert f"step {made['step']} is done already" in result.stderr
 
 
 def test_a_command_that_fails_ends_the_demo_with_its_exit_code(finished):
@@ -75,3 +99,52 @@ def test_a_command_that_fails_ends_the_demo_with_its_exit_code(finished):
     assert result.returncode == 2
     assert "training.lr was 0.1, is 0.2" in result.stderr
     assert "val_bpb" not in result.stdout
+
+
+class Terminal:
+    """The demo as the leader of a terminal's session, as a shell starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.master, end = pty.openpty()
+        words = [sys.executable, str(ROOT / "scripts/demo.py"), *SMALL, *RECIPE, "--set", "training.total_steps=4000",
+                 "--set", "training.save_interval=4000"]  # fmt: skip
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), end)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            words, cwd=folder, env=environment, start_new_session=True, **streams,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(end)
+        self.shown = b""
+
+    def read(self) -> bool:
+        """Take what is there within a moment; False at the end."""
+        try:
+            if select.select([self.master], [], [], 0.05)[0]:
+                self.shown += os.read(self.master, 65536)
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "hang-up"])
+def test_a_stop_from_the_terminal_is_saved_and_gone_on_from(how, finished, tmp_path):
+    shutil.copytree(finished[0] / "data", tmp_path / "data")
+    terminal, log = Terminal(tmp_path), tmp_path / "runs/demo/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert terminal.read(), terminal.shown.decode()
+        assert time.monotonic() < deadline, terminal.shown.decode()
+    if how == "Ctrl-C":
+        os.write(terminal.master, b"\x03")
+        while terminal.read():
+            pass
+        last = terminal.shown.decode().splitlines()[-1]
+        assert last.endswith("stopped; what is done is kept: run `make demo` again to go on")
+    os.close(terminal.master)
+    assert terminal.process.wait(timeout=60) == 3
+    (saved,) = (tmp_path / "runs/demo/checkpoints").glob("meta_step_*.json")
+    assert int(saved.stem.split("_")[-1]) >= 3
+    events = [json.loads(line) for line in (tmp_path / "runs/demo/events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "stop"
+    assert events[-1]["reason"] == ("SIGINT" if how == "Ctrl-C" else "SIGTERM")

@@ -25,8 +25,26 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+def own_text() -> list[str]:
+    """The commands that go from a folder of text to a run: each needs the one before."""
+    (block,) = [block for block in blocks("bash") if "mine.yaml" in block]
+    return block.splitlines()
+
+
 def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines()]
+    """The others, each of which runs by itself."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line not in own_text()]
+
+
+def run_shortened(command: str, folder: Path):
+    words = shlex.split(command)
+    for start, more in SHORTENED.items():
+        if command.startswith(start):
+            words += more
+    result = command_line.run(*words, cwd=folder, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +68,24 @@ def test_there_are_commands_to_run():
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_readme_runs(command, work):
-    words = shlex.split(command)
-    for start, more in SHORTENED.items():
-        if command.startswith(start):
-            words += more
-    result = command_line.run(*words, cwd=work, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
+    run_shortened(command, work)
+
+
+def test_the_road_from_a_folder_of_text_to_a_run(work):
+    (mixture,) = blocks("yaml")
+    (work / "mine.yaml").write_text(mixture)
+    (work / "texts").mkdir()
+    for number, page in enumerate(sorted((ROOT / "docs").glob("*.md"))):
+        for part, text in enumerate(re.split(r"\n(?=## )", page.read_text())):
+            (work / f"texts/{number}-{part}.txt").write_text(text)
+    results = [run_shortened(command, work) for command in own_text()]
+    assert "mine/pretrain_chinchilla/validation: 1 shard, " in results[1].stdout
+    assert re.search(r"^texts +\d", results[-1].stdout, re.MULTILINE)
 
 
 def test_the_makefile_has_the_targets_that_the_readme_names():
     targets = re.findall(r"^\$ make (\w+)", "".join(blocks("console")), re.MULTILINE)
-    assert targets == ["demo", "test"]
+    assert targets == ["venv", "demo", "test"]
     makefile = (ROOT / "Makefile").read_text()
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 

@@ -148,3 +148,14 @@ def test_a_wrong_option_of_a_script_is_one_line(script):
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
+def test_a_python_without_the_packages_says_what_to_do(script):
+    if script == "bench_datatrove.py" or '__name__ == "__main__"' not in (ROOT / "scripts" / script).read_text():
+        return  # for an environment of its own; a helper module, not a command
+    result = command_line.run("python", "-S", f"scripts/{script}", "--help", PYTHONPATH="")  # -S: no site-packages
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "`make venv`" in result.stderr

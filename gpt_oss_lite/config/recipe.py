@@ -1,12 +1,13 @@
 """Recipes as files: YAML with overrides in, YAML as resolved out."""
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpt_oss_lite.config.training import Recipe
 from shared_data.errors import UserError
-from shared_data.yaml_files import check_config, dump_yaml, nearest, parse_yaml, read_yaml_mapping, show
+from shared_data.yaml_files import check_config, dump_yaml, known_keys, nearest, parse_yaml, read_yaml_mapping, show
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -40,6 +41,8 @@ def _apply(override: str, content: dict[str, Any]) -> str:
     if not separator or not all(key.split(".")):
         raise UserError(f"{option}: it must have the form block.key=value, e.g. --set training.lr=3e-4")
     *blocks, name = key.split(".")
+    if not blocks and name not in Recipe.model_fields:
+        raise UserError(f"{option}: {name} is not a known key; {_nearest_in_a_block(name)}")
     place: Any = content
     for depth, block in enumerate(blocks):
         if depth == 0 and block not in Recipe.model_fields:
@@ -49,3 +52,10 @@ def _apply(override: str, content: dict[str, Any]) -> str:
             raise UserError(f"{option}: {'.'.join(blocks[: depth + 1])} is {show(place)}: it has no keys below it")
     place[name] = parse_yaml(text, option)
     return key
+
+
+def _nearest_in_a_block(name: str) -> str:
+    """A hint at the key that was meant by a name without its block."""
+    dotted = {key: f"{block}.{key}" for block in Recipe.model_fields for key in known_keys(Recipe, [block])}
+    close = difflib.get_close_matches(name, dotted, n=1, cutoff=0.5)
+    return f"the nearest known key is {dotted[close[0]]}" if close else "it must have the form block.key=value"

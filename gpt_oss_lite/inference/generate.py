@@ -184,6 +184,8 @@ def generate(
                 decoder = _Decoder(model, sampler, {row: generators[row] for row in rows}, stop_ids)
                 drawn = decoder.run(ids_BT, max_new_tokens, report, on_token, speed or Speed())
                 samples |= zip(rows, drawn, strict=True)
+            if report:
+                report.finish()  # a stop id may have ended it early
     finally:
         model.set_rope_scale(scale_before)
     return [samples[row] for row in range(len(prompts))]

@@ -8,6 +8,7 @@ may have more shards than the process may open files.
 import errno
 import hashlib
 import os
+import shlex
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +24,9 @@ from shared_data.console import progress
 from shared_data.errors import UserError
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, Manifest
 
+DEFAULT_FOLDER = Path("data/pretrain_chinchilla")
 PREPARE_COMMAND = "python data/prepare_data.py --stage pretrain"
+DEMO_FOLDER = Path("data/quickstart")
 # torch.save writes a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
 TENSOR_FILE_MAGIC = b"PK\x03\x04"
 
@@ -37,7 +40,7 @@ def resolve_data_path(path: str | Path) -> Path:
     """Where a corpus lies: the path itself, or, when it is not there, $LLM_DATA_ROOT in place of its leading `data/`.
 
     Raises:
-        FileNotFoundError: neither exists; the message names the command that prepares the corpus.
+        FileNotFoundError: neither exists; the message says what to do.
     """
     path = Path(path)
     if path.exists():
@@ -47,9 +50,18 @@ def resolve_data_path(path: str | Path) -> Path:
         moved = Path(root, *path.parts[1:])
         if moved.exists():
             return moved
-    raise FileNotFoundError(
-        errno.ENOENT, f"no such corpus; prepare it with `{PREPARE_COMMAND}`, or set LLM_DATA_ROOT", str(path)
-    )
+    raise FileNotFoundError(errno.ENOENT, _why_missing(path), str(path))
+
+
+def _why_missing(path: Path) -> str:
+    if path.name == "validation" and path.parent.is_dir():
+        return "no such folder: nothing was held out of that corpus (validation_share of the pipeline's settings)"
+    looked = "no such corpus" if path.is_absolute() else f"no such corpus in the working folder {Path.cwd()}"
+    if path.is_relative_to(DEMO_FOLDER):
+        return f"{looked}; `make demo` makes it"
+    if path.is_relative_to(DEFAULT_FOLDER):
+        return f"{looked}; prepare it with `{PREPARE_COMMAND}`, or set LLM_DATA_ROOT"
+    return looked
 
 
 class _MappedShard:
@@ -102,7 +114,7 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         vocab_rows: rows of the model's embedding; a window with an id beyond them raises. None: any id.
 
     Raises:
-        FileNotFoundError: the path is not there; the message names the command that prepares it.
+        FileNotFoundError: the path is not there; the message says what to do.
         UserError: the corpus is damaged, or shorter than one window.
     """
 
@@ -162,7 +174,7 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         assert self.vocab_rows is not None
         total = min(self.total_tokens, SCAN_TOKENS)
         block = 4_000_000
-        with progress("check token ids", total, "tokens") as report:
+        with progress(f"check token ids of {self.path}", total, "tokens") as report:
             for start in range(0, total, block):
                 ids = self.tokens(start, min(start + block, total))
                 if ids.max() >= self.vocab_rows:
@@ -239,7 +251,9 @@ def _check_mixture(manifest: Manifest, where: Path, data_mix: str | None) -> Non
     if data_mix is None:
         return
     if manifest.mixture != data_mix:
+        its_name = f"--set data.data_mix={shlex.quote(manifest.mixture)}, or " if manifest.mixture else "--set "
         raise UserError(
             f"data.data_mix is {data_mix!r}, but {where} says that the corpus was made with {manifest.mixture!r} "
-            f"(sources: {', '.join(manifest.sources)})"
+            f"(sources: {', '.join(manifest.sources)}); if that is the one you want: "
+            f"{its_name}data.data_mix=null to take any"
         )
