@@ -11,7 +11,6 @@ from this one, which has PyTorch loaded already, so that a hundred kills take mi
 Faults and fuzzing are described in tests/training/test_faults.py and tests/training/fuzz.py, and run from there.
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import needs_packages  # noqa: F401
 
@@ -36,12 +35,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fuzz  # noqa: E402
 import tiny_run  # noqa: E402
 import torch  # noqa: E402
+import typer  # noqa: E402
 
 from gpt_oss_lite.training import checkpoint, logger, pretrain  # noqa: E402
 from gpt_oss_lite.training.dataset import PretrainDataset  # noqa: E402
 from shared_data.console import run_app, say  # noqa: E402
 from shared_data.errors import UserError  # noqa: E402
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 STEPS = 16
 PLACES = ("save", "rename", "deletion", "log write", "data read", "any moment")
 # Calls of each kind that a run of STEPS steps makes, about: a kill is aimed at one of them.
@@ -178,29 +179,30 @@ def kills(wanted: int, seed: int, folder: Path) -> dict[str, Any]:
     return {"kills": done.total(), "by_place": dict(done), "runs": finished, "losses": losses}
 
 
-def main() -> int:
-    """Run what was asked for and print the table; 1 if anything was lost."""
-    parser = argparse.ArgumentParser(description="Kill, damage and fuzz training runs.")
-    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs over training runs (default 100)")
-    parser.add_argument("--fuzz", type=int, default=10_000, help="fuzzed cases (default 10,000)")
-    parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True, help="faults under the files")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills and of the fuzzed cases")
-    parser.add_argument("--folder", type=Path, help="where runs lie meanwhile (default: the system's temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args()
+@app.command()
+def torture(
+    kill_count: Annotated[int, typer.Option("--kills", min=0, help="SIGKILLs over training runs.")] = 100,
+    fuzz_count: Annotated[int, typer.Option("--fuzz", min=0, help="Fuzzed cases.")] = 10_000,
+    with_faults: Annotated[bool, typer.Option("--faults/--no-faults", help="Faults under the files.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the kills and of the fuzzed cases.")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where runs lie meanwhile. Default: the system's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Kill, damage and fuzz training runs, and print what was lost; exit code 1 if anything was."""
     torch.set_num_threads(1)
     started = time.monotonic()
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="torture-", dir=options.folder) as folder:
-        if options.kills:
-            result["kills"] = kills(options.kills, options.seed, Path(folder))
-        if options.fuzz:
-            result["fuzz"] = fuzz.run_all(options.fuzz, options.seed, Path(folder))
-        if options.faults:
-            result["faults"] = faults(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="torture-", dir=folder) as name:
+        here = Path(name)
+        if kill_count:
+            result["kills"] = kills(kill_count, seed, here)
+        if fuzz_count:
+            result["fuzz"] = fuzz.run_all(fuzz_count, seed, here)
+        if with_faults:
+            result["faults"] = faults(here)
     result["seconds"] = round(time.monotonic() - started)
     losses = [loss for part in result.values() if isinstance(part, dict) for loss in part["losses"]]
-    if options.json:
+    if as_json:
         print(json.dumps(result, indent=2))
     else:
         for name, part in result.items():
@@ -221,4 +223,4 @@ def faults(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_app(app, prog_name="torture.py"))
