@@ -79,7 +79,7 @@ class PlainBuild(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.n_layers, self.window, self.eps = config.n_layers, config.window_size, config.norm_eps
         self.embed = nn.Embedding(config.embedding_rows, config.d_model)
         nn.init.normal_(self.embed.weight, std=config.init_std)
         sizes = [config.d_model] * config.n_layers
@@ -90,15 +90,16 @@ class PlainBuild(nn.Module):
 
     def masks(self, seq_len: int, device: torch.device) -> list[Any]:
         """One block mask per layer."""
+        window = self.window or seq_len
 
         def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return q >= k
 
         def windowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (q - k < (self.config.window_size or seq_len))
+            return (q >= k) & (q - k < window)
 
         made = [create_block_mask(f, None, None, seq_len, seq_len, device=device) for f in (windowed, full)]
-        return [made[layer % 2] for layer in range(self.config.n_layers)]
+        return [made[layer % 2] for layer in range(self.n_layers)]
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, masks: list[Any]) -> tuple[Tensor, Tensor]:
         x = self.embed(ids).to(torch.bfloat16)
@@ -112,7 +113,7 @@ class PlainBuild(nn.Module):
 
     def norm(self, index: int, x: Tensor) -> Tensor:
         gain = self.norms[index].weight
-        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.config.norm_eps)
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps)
 
 
 @torch.compile
