@@ -237,6 +237,10 @@ class Manifest(_Record):
         """
         folder = Path(folder)
         path = folder / MANIFEST_NAME
+        if not path.is_file() and not any(folder.glob("shard_*.bin")):
+            inside = folder / "pretrain_chinchilla"
+            hint = f"; did you mean {inside}?" if inside.is_dir() else ""
+            raise UserError(f"{folder} holds no corpus: neither {MANIFEST_NAME} nor shards{hint}")
         if not path.is_file():
             raise UserError(f"{path} is not there: rebuild it with: gpt-oss-lite verify {folder} --repair")
         try:

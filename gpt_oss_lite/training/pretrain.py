@@ -150,7 +150,8 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
             save(run)
         if reason is not None and not last:
             wait_for_last_save(run)
-            say(f"stopped by {reason} after step {step}; go on with --resume latest")
+            command = f"gpt-oss-lite pretrain --config {run.folder / 'config.yaml'} --out {run.folder} --resume latest"
+            say(f"stopped by {reason} after step {step}; go on with: {command}")
             run.logger.event("stop", step, reason=reason)
             return EXIT_STOPPED
     wait_for_last_save(run)
