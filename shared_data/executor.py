@@ -154,28 +154,29 @@ def _pool(pending: Mapping[int, Task], workers: int) -> Iterator[tuple[int, Comm
     """Run in spawned processes; when one is killed, start a new pool for what is left."""
     left, failures = dict(pending), 0
     while left:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
-            try:
-                futures = {pool.submit(execute, task): index for index, task in left.items()}
-                for future in as_completed(futures):
-                    commit = future.result()
-                    failures = 0
-                    del left[futures[future]]
-                    yield futures[future], commit
-            except BrokenProcessPool:
-                failures += 1
-                if failures == MAX_POOL_FAILURES:
-                    raise ChildProcessError(
-                        f"a worker process was killed {failures} times in a row without finishing a task (out of "
-                        "memory?); what is finished is kept, so run the command again, with fewer --workers"
-                    ) from None
-                say(f"a worker process was killed: {len(left)} tasks start again")
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for child in multiprocessing.active_children():
-                    child.kill()
-                raise
+        others = set(multiprocessing.active_children())
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+        try:
+            futures = {pool.submit(execute, task): index for index, task in left.items()}
+            for future in as_completed(futures):
+                commit = future.result()
+                failures = 0
+                del left[futures[future]]
+                yield futures[future], commit
+        except BrokenProcessPool:
+            failures += 1
+            if failures == MAX_POOL_FAILURES:
+                raise ChildProcessError(
+                    f"a worker process was killed {failures} times in a row without finishing a task (out of "
+                    "memory?); what is finished is kept, so run the command again, with fewer --workers"
+                ) from None
+            say(f"a worker process was killed: {len(left)} tasks start again")
+        finally:
+            # A worker that was killed while it took a task from the queue holds the queue's lock for ever: its fellows
+            # never see the word to end, and a pool that waits for them hangs. Tasks may be killed at any time.
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            pool.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
