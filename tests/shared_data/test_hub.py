@@ -99,7 +99,8 @@ def download(
     script = folder / "driver.py"
     script.write_text(DRIVER)
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-                   "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(folder / "hf"), "HF_TOKEN": "", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+                   "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(folder / "hf"), "HF_TOKEN": "",
+                   "NO_PROXY": "127.0.0.1"}  # fmt: skip
     hub.log.clear()
     command = [sys.executable, script, Path(__file__).parent, folder, str(kill_at), root]
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=100)
