@@ -61,7 +61,7 @@ def _why_missing(path: Path) -> str:
         return f"{looked}; `make demo` makes it"
     if path.is_relative_to(DEFAULT_FOLDER):
         return f"{looked}; prepare it with `{PREPARE_COMMAND}`, or set LLM_DATA_ROOT"
-    return f"{looked}; `python data/prepare_data.py --mixture FILE --data-root DIR` makes DIR/pretrain_chinchilla"
+    return f"{looked}; `{PREPARE_COMMAND} --mixture FILE --data-root DIR` makes DIR/pretrain_chinchilla"
 
 
 class _MappedShard:
