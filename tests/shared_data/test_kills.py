@@ -1,5 +1,6 @@
 """Killed at random points over all stages, and a disk that is full: the same bytes, little work lost, no hang."""
 
+import contextlib
 import json
 import os
 import random
@@ -120,12 +121,13 @@ def test_d4_d16_workers_killed_at_random_points_are_replaced(clean_run):
         at = rng.randint(3, 12)
         while not done.wait(0.005) and len(kills) < N_WORKER_KILLS:
             if begun(root) >= at:
-                workers = psutil.Process().children(recursive=True)
-                workers = [one for one in workers if "spawn_main" in " ".join(one.cmdline())]
-                if workers:
-                    rng.choice(workers).kill()
-                    kills.append(at)
-                    at = begun(root) + rng.randint(6, 12)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the look and the kill
+                    workers = psutil.Process().children(recursive=True)
+                    workers = [one for one in workers if "spawn_main" in " ".join(one.cmdline())]
+                    if workers:
+                        rng.choice(workers).kill()
+                        kills.append(at)
+                        at = begun(root) + rng.randint(6, 12)
 
     thread = threading.Thread(target=killer)
     thread.start()
