@@ -1,7 +1,7 @@
 """Speed and memory of cleaning, tokenizing and packing on real text, beside tiktoken, tokenizers and datatrove.
 
     python scripts/bench_pipeline.py --make-corpus /tmp/bench          # once: fetches Debian's documentation, 180 MB
-    python scripts/bench_pipeline.py --corpus /tmp/bench/web.jsonl [--megabytes 50 200] [--datatrove PYTHON] [--json]
+    python scripts/bench_pipeline.py --corpus bench/web.jsonl [--megabytes 50 200] [--datatrove PYTHON] [--json]
 
 Every figure is per core of one process, over the bytes of text that go in; ratios are of figures of one run. For the
 comparison with datatrove make an environment of its own:
