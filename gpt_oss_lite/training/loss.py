@@ -176,7 +176,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _fp8_chunk(
     head: Fp8Head, h_CD: Tensor, targets_C: Tensor, ignore_index: int, grad_w_VD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Losses (C,) and d(sum of losses) / dh (C, D) of a chunk; its part of the head's gradient is added to grad_w_VD."""
+    """Losses (C,) of a chunk and d(sum of losses) / dh (C, D); the head's part is added to grad_w_VD."""
     from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
 
     logits_CV = head.logits(h_CD)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_run import ROOT
 
 from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, check_fp8_head
 from gpt_oss_lite.training.loss import head_cross_entropy
 from gpt_oss_lite.training.memory import estimate_recipe
 from shared_data.errors import UserError
-from tiny_run import ROOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,5 +84,5 @@ def test_the_estimate_counts_the_eight_bit_copies():
         estimate_recipe(load_recipe(ROOT / "configs/pretrain_h200_502m.yaml", [f"training.fp8_head={flag}"])).items
         for flag in ("false", "true")
     )
-    chunk = "head: chunk of 8,192 tokens"
-    assert fp8[chunk] - plain[chunk] == 8192 * 128256 + 2 * 128256 * 768
+    chunk = "head: chunk of 16,384 tokens"
+    assert fp8[chunk] - plain[chunk] == 16384 * 128256 + 2 * 128256 * 768
