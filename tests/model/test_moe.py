@@ -227,5 +227,5 @@ def test_an_absent_dispatch_falls_back_with_one_log_line(caplog: pytest.LogCaptu
         lively(MoE(SMALL.replace(moe_dispatch="triton_grouped")))(x)
         lively(MoE(SMALL))(x)
     assert [record.getMessage() for record in caplog.records] == [
-        "moe_dispatch triton_grouped is not available here (cpu): using reference"
+        "moe_dispatch triton_grouped is not available in torch.float32: using reference"
     ]
