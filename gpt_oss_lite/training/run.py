@@ -174,7 +174,7 @@ def open_run(plan: Plan) -> Run:
         peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
         state=RunState(),
         batches=iter(()),
-        profiler=None if options.profile is None else StepProfiler(plan.folder, options.profile),
+        profiler=None if options.profile is None else StepProfiler(plan.folder / "profile", options.profile),
     )
     _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)
