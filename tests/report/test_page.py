@@ -228,7 +228,7 @@ def test_prompts_are_continued_once_a_step_and_kept(tmp_path, capsys):
 
 def test_prompts_need_a_checkpoint_and_the_tokenizers_vocabulary(run_folders, tmp_path, capsys):
     assert report(run_folders[0], "--prompt", "x") == 2
-    assert "--prompt needs a model of the tokenizer llama3" in capsys.readouterr().err
+    assert "rows, but the tokenizer llama3 has vocab_size 128000" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert report(tmp_path, "--prompt", "x") == 2
     assert "has no complete one yet" in capsys.readouterr().err
