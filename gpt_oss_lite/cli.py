@@ -29,7 +29,6 @@ app = typer.Typer(
     help="GPT-OSS-Lite: pre-train a sparse mixture-of-experts language model, from raw text to samples.",
     epilog="Exit codes: 0 done, 1 failed, 2 bad input or usage, 3 stopped by a signal or time limit after a good "
     "save, 4 stopped by the NaN guard. --debug anywhere shows the traceback of an error.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -118,6 +117,28 @@ def pretrain(
         allow_changed=allow_changed,
     )
     return train(options)
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this one, every key commented.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes that come with the package, or print one: `gpt-oss-lite recipes quickstart > mine.yaml`."""
+    from gpt_oss_lite.config.shipped import shipped_recipes, summary
+
+    shipped = shipped_recipes()
+    if name is not None and name not in shipped:
+        raise UserError(f"NAME is {name}: it must be one of {', '.join(shipped)}")
+    if name is not None:
+        print(shipped[name].read_text(), end="")
+    elif as_json:
+        print_json({key: {"file": str(path), "summary": summary(path)} for key, path in shipped.items()})
+    else:
+        for key, path in shipped.items():
+            print(f"{key:<{max(map(len, shipped))}}  {summary(path)}")
 
 
 @app.command()

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
+Config = Annotated[
+    Path, typer.Option("--config", help="Recipe: a YAML file, or a name of `gpt-oss-lite recipes`.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe (training.lr=3e-4); repeatable."),
