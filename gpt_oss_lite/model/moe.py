@@ -44,6 +44,7 @@ class Expert(nn.Module):
         self.down_proj = Linear(hidden, width, bias=bias, init_std=init_std)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D): gate and up to the hidden width, activation, down."""
         return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x), self.up_proj(x)))
 
 
