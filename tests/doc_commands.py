@@ -44,8 +44,7 @@ SMALLER: dict[str, list[str]] = {
         "--batch-size",
         "1",
     ],
-    "python scripts/bench_saving.py": ["--parameters", "1e6", "--saves", "2"],
-}
+}  # fmt: skip
 
 # What a page says of the demo's run of 240 steps, for the 4 steps that it has here.
 STEPS = {"210": "2", "240": "4"}

@@ -5,6 +5,7 @@ through the same `main` as the installed command; only the imports, most of a sm
 The server has a single thread and has run no operation of PyTorch, so that a fork of it is whole.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -55,11 +56,10 @@ def serve() -> None:
 
     import gpt_oss_lite.cli
     import gpt_oss_lite.inference.text
-    import gpt_oss_lite.training.pretrain
+    import gpt_oss_lite.training.pretrain  # noqa: F401
 
-    # Looked at, not only imported: building a model or an optimizer imports it, which takes seconds.
-    assert torch._dynamo
-    assert gpt_oss_lite
+    # Building a model or an optimizer imports it, which takes seconds.
+    importlib.import_module("torch._dynamo")
 
     for line in sys.stdin:
         request = json.loads(line)
