@@ -178,11 +178,16 @@ class Scene:
         self.run("gpt-oss-lite export --checkpoint runs/stock --out stock-gpt-oss")
 
     def run(self, command: str) -> str:
-        """Run a command as printed, or made small; its standard output."""
+        """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""
         words = [STEPS.get(word, word) for word in in_words(command)]
+        file = words[-1] if words[-2:-1] == [">"] else None
+        words = words[:-2] if file else words
         starts = [start for start in SMALLER if bare(command).startswith(start)]
         words += SMALLER[max(starts, key=len)] if starts else []
-        return self._succeed(words, command)
+        output = self._succeed(words, command)
+        if file:
+            (self.folder / file).write_text(output)
+        return output
 
     def run_python(self, code: str) -> str:
         """Run a block of Python."""
