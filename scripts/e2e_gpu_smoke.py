@@ -19,9 +19,9 @@ import torch
 import typer
 from torch import Tensor
 
-from gpt_oss_lite.cli import AsJson, Overrides, print_json
 from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.checkpoint import load_model
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.pretrain import PretrainOptions, save, train_step

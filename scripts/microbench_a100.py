@@ -18,8 +18,8 @@ import torch
 import typer
 from timing import time_steps
 
-from gpt_oss_lite.cli import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 from gpt_oss_lite.training.pretrain import PretrainOptions, train_step

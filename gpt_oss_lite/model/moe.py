@@ -48,6 +48,7 @@ class Expert(nn.Module):
         return ACTIVATIONS[self.activation](gate, up)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D): gate and up to the hidden width, activation, down."""
         return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
 
 

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.options import AsJson, Config, Overrides
 from shared_data.console import describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder
@@ -45,13 +46,11 @@ class Finding:
 
 
 def doctor(
-    config: Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)],
+    config: Config,
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to be.")] = Path("runs"),
     max_steps: Annotated[int | None, typer.Option(min=1, help="Step to stop at. Default: total_steps.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> int:
     """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
     findings = []

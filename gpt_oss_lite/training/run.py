@@ -176,8 +176,10 @@ def open_run(plan: Plan) -> Run:
         batches=iter(()),
         profiler=None if options.profile is None else StepProfiler(plan.folder / "profile", options.profile),
     )
-    _announce(run, knobs)
+    facts = _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)
+    where = {"position": run.position} if plan.resuming else {}
+    run.logger.event("resume" if plan.resuming else "start", run.state.step, **where, **facts)
     return run
 
 
@@ -185,13 +187,15 @@ def _init_source(init_from: Path | None) -> str | None:
     return None if init_from is None else str(init_from.resolve())
 
 
-def _announce(run: Run, knobs: dict[str, Any]) -> None:
+def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Say what is about to run; what the start's event keeps of it."""
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
     say(describe_parameters(run.model))
-    for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
-        say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
-    say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
+    if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
+        for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
+            say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
+        say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
     say(f"[data] {run.dataset.path}: {size}; {tokens:,} tokens a step")
@@ -206,14 +210,7 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     )
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    run.logger.event(
-        "start",
-        run.state.step,
-        stop_step=run.stop_step,
-        knobs=knobs,
-        versions=versions(),
-        estimate_gb=estimate.total_gb,
-    )
+    return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
 
 
 def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
@@ -233,7 +230,6 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
         interval = run.recipe.training.log_interval
         kept_until = run.state.step if plan.resume_step is not None else NOTHING_KEPT
         run.logger.cut(kept_until, keep=lambda logged: logged == 1 or logged % interval == 0)
-        run.logger.event("resume", run.state.step, position=run.position)
         say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
     run.open_stream()
 

@@ -155,6 +155,12 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def load_model_tensors(model: nn.Module, path: Path) -> None:
+    """Put a file's weights into a model, a tied head by its first name.
+
+    Raises:
+        DamagedCheckpoint: the file cannot be read.
+        UserError: names or shapes are not the model's.
+    """
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -204,6 +210,11 @@ def applying(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:
+    """Put moments and step counts, which the file has by parameter name, back into an optimizer.
+
+    Raises:
+        ValueError: a moment has not its parameter's shape.
+    """
     parameters = dict(model.named_parameters())
     for name, entry in content["state"].items():
         for key in ("exp_avg", "exp_avg_sq"):

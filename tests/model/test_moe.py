@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, SMALL, lively, relative_error
+from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 from torch import Tensor
 
 from gpt_oss_lite.config import ModelConfig
