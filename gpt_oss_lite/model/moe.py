@@ -59,12 +59,17 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.n_experts))
         self.shared_experts = nn.ModuleList(Expert(config) for _ in range(config.n_shared_experts))
 
+    @property
+    def load_to_balance(self) -> AverageLoad | None:
+        """`average_load` in training; evaluation, which the ranks do apart, has its own tokens' shares."""
+        return self.average_load if self.training else None
+
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, LayerStats]:
         """Returns (B, T, D) in x's dtype and the router's statistics over the B * T tokens."""
         x_TD = x_BTD.flatten(0, 1)
         with without_autocast(x_TD):
             logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
-            routing, stats = route(logits_TE, self.experts_per_token, self.average_load)
+            routing, stats = route(logits_TE, self.experts_per_token, self.load_to_balance)
         out_TD = select_dispatch(self.moe_dispatch, x_TD.device.type)(x_TD, routing, self.experts)
         for expert in self.shared_experts:
             out_TD = out_TD + expert(x_TD)

@@ -157,10 +157,11 @@ class GPTOSS(nn.Module):
             raise ValueError(f"every is {every}: it must be at least 1")
         self._checkpoint_every = every
 
-    def average_expert_load_by(self, average_load: AverageLoad) -> None:
-        """Let the load-balancing loss use other expert shares than its own tokens': those of several machines."""
+    def average_expert_load_by(self, average_load: AverageLoad | None) -> None:
+        """Let the load-balancing loss in training use other expert shares than its own tokens': those of several
+        machines. None: its own."""
         for block in self.blocks:
-            block.moe.average_load = average_load  # type: ignore[union-attr,assignment]
+            block.moe.average_load = average_load  # type: ignore[union-attr]
 
     def set_rope_scale(self, scale: float) -> None:
         """Use another YaRN scale, e.g. to decode beyond the trained length. A cache filled at another scale is void.

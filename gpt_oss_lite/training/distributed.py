@@ -193,7 +193,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     distributed.destroy_process_group()
 
 
-def _fresh_store(device: torch.device | None) -> "distributed.Store":
+def _fresh_store(device: torch.device | None) -> Any:
     """A store without keys: the launcher's outlives a restart, so ours begin with a number drawn anew."""
     nonce = torch.randint(2**62, (1,), generator=_entropy()).to(device or "cpu")
     distributed.broadcast(nonce, src=0)

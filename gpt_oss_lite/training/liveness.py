@@ -5,6 +5,7 @@ as its time-out says, and then not know for whom. Here the rank before the missi
 job. The watching goes round in a ring: a sign and a look for each rank and second, however many there are.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -60,7 +61,7 @@ class Liveness:
         self._thread.join()
         try:
             if failed is None:
-                self._store.set(f"left/{self._rank}", b"1")
+                self._store.set(f"left/{self._rank}", "1")
             else:
                 self._accuse(self._rank, "failed: " + " ".join(failed.split()))
         except RuntimeError:
@@ -149,7 +150,5 @@ def _is_gone(who: dict[str, Any]) -> bool:
 def _kill(who: dict[str, Any]) -> None:
     """Kill a process of this host, which may be stopped and so not hear the launcher."""
     if _is_on_this_host(who) and who["pid"] != os.getpid():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(who["pid"], signal.SIGKILL)
-        except ProcessLookupError:
-            pass

@@ -6,30 +6,28 @@
 A step is a function of the run's state and the data alone. All that a run can be stopped and gone on with is in
 `RunState` and in what a checkpoint holds; all that it records lies in one folder (`run_folder`).
 
-Shapes: B micro-batch, T positions, D width, A micro-batches of a step, L layers, E experts, F figures of a micro-batch,
-M = L * E.
+Shapes: B micro-batch, T positions, D width, A micro-batches of a step.
 """
 
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_oss_lite.config.recipe import load_recipe
-from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
-from gpt_oss_lite.model.transformer import GPTOSS, RouterStats
+from gpt_oss_lite.model.transformer import RouterStats
 from gpt_oss_lite.training.background import Outcome
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.diagnosis import diagnose
 from gpt_oss_lite.training.distributed import MainRankFailed, Ranks, joined_ranks, mute_all_but_the_first
 from gpt_oss_lite.training.evaluation import evaluate
+from gpt_oss_lite.training.figures import StepFigures, of_all_micro_batches, peak_memory_gib, sink_means
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
@@ -50,24 +48,6 @@ EXIT_DONE = 0
 EXIT_STOPPED = 3
 EXIT_NAN_GUARD = 4
 EXIT_KEYBOARD = 130
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step gives to the log; tensors stay on the device until a row is written."""
-
-    ce: Tensor
-    """Cross-entropy, mean over the step's valid targets, fp32 scalar."""
-    aux: Tensor
-    """Load-balancing loss, mean over the step's micro-batches, fp32 scalar."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping, fp32 scalar."""
-    lr: float
-    """Rate that the update used."""
-    expert_load: Tensor
-    """Share of a layer's token-slots by expert, (layers, experts) fp32, mean over the micro-batches."""
-    router_entropy: Tensor
-    """Mean entropy of the routers in nats, (layers,) fp32, mean over the micro-batches."""
 
 
 def pretrain(options: PretrainOptions) -> int:
@@ -196,7 +176,7 @@ def train_step(run: Run) -> StepFigures:
     # parts.
     n_valid = count_valid_targets(run, batches)
     figures = of_all_micro_batches(
-        run, [micro_batch(run, batch, n_valid, last=batch is batches[-1]) for batch in batches]
+        run.ranks, [micro_batch(run, batch, n_valid, last=batch is batches[-1]) for batch in batches]
     )
     parameters = list(run.model.parameters())
     norm = gradient_norm(parameters)
@@ -231,29 +211,6 @@ def count_valid_targets(run: Run, batches: list[MicroBatch]) -> int | Tensor:
     if run.ranks.size == 1:
         return max(1, count)
     return run.ranks.sum(torch.tensor(count, device=run.device)).clamp(min=1)
-
-
-class MicroBatchFigures(NamedTuple):
-    """What a step's micro-batches gave, on whatever ranks they ran, in the order of the stream."""
-
-    losses_A: Tensor
-    ces_A: Tensor
-    auxes_A: Tensor
-    entropies_AL: Tensor
-    expert_loads_ALE: Tensor
-
-
-def of_all_micro_batches(run: Run, results: list[tuple[Tensor, Tensor, RouterStats]]) -> MicroBatchFigures:
-    """Gather what `micro_batch` returned on every rank, in one operation."""
-    rows = [
-        torch.cat([loss[None], ce[None], stats.aux.detach()[None], stats.entropy, stats.expert_load.flatten()])
-        for loss, ce, stats in results
-    ]
-    figures_FA = run.ranks.by_micro_batch(torch.stack(rows)).t().contiguous()
-    n_layers, n_experts = results[0][2].expert_load.shape
-    entropies_LA, loads_MA = figures_FA[3:].split([n_layers, n_layers * n_experts])
-    loads_ALE = loads_MA.t().reshape(-1, n_layers, n_experts)
-    return MicroBatchFigures(figures_FA[0], figures_FA[1], figures_FA[2], entropies_LA.t(), loads_ALE)
 
 
 def set_rate(run: Run) -> float:
@@ -323,20 +280,6 @@ def log_step(run: Run, figures: StepFigures) -> None:
     run.logger.log(row, run.stop_step, (run.stop_step - step) / steps_per_s)
 
 
-@torch.no_grad()
-def sink_means(model: GPTOSS) -> list[float] | None:
-    """Mean over a layer's heads of the sink logits, as attention clamps them, by layer; None without sinks."""
-    sinks: list[Tensor] = [sink_H for name, sink_H in model.named_parameters() if name.endswith("sink_bias")]
-    return torch.stack(sinks).clamp(SINK_MIN, SINK_MAX).mean(dim=1).tolist() if sinks else None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak of allocated device memory, or of the process's resident memory on the CPU, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def evaluate_now(run: Run) -> None:
     """Score the validation corpus, where the recipe has one, and record it as an event."""
     if run.validation is None:
@@ -350,6 +293,7 @@ def evaluate_now(run: Run) -> None:
             micro_batch_size=training.micro_batch_size,
             chunk_size=training.loss_chunk_size,
             label=f"evaluate step {step}",
+            ranks=run.ranks,
         )
     run.logger.event("eval", step, **evaluation.as_dict())
     bpb = evaluation.total.bits_per_byte
@@ -452,6 +396,7 @@ def roll_back(run: Run, resume_position: int) -> None:
 def give_up(run: Run, skipped: list[SkippedStep]) -> int:
     """Record that the NaN guard has no rollback left, with a diagnosis; the exit code."""
     last, training = skipped[-1], run.recipe.training
+    run.model.average_expert_load_by(None)  # this rank looks alone
     diagnosis = diagnose(run.model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
     run.logger.event(
         "give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position, diagnosis=diagnosis.as_dict()

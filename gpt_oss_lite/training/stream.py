@@ -51,8 +51,8 @@ def open_stream(
 
 
 def next_micro_batches(run: "Run") -> list[MicroBatch]:
-    """This rank's micro-batches of the coming step, on the CPU. Workers that died are replaced once: the stream is a function
-    of the position.
+    """This rank's micro-batches of the coming step, on the CPU. Workers that died are replaced once: the stream is a
+    function of the position.
 
     Raises:
         UserError: the corpus is damaged.
