@@ -16,8 +16,8 @@ import torch
 import typer
 from microbench_a100 import measure
 
-from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.training.memory import estimate_recipe
 from shared_data.console import run_app, say
 

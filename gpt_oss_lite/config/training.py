@@ -51,6 +51,14 @@ class TrainingConfig(ConfigBlock):
     """Tokens whose logits are alive at one time."""
     fp8_head: bool = False
     """Two of the head's three products in 8-bit floats: faster on Ada and Hopper, a noisier gradient."""
+    aux_loss_scope: Literal["micro_batch", "ranks"] = "micro_batch"
+    """Tokens whose expert shares the load-balancing loss uses: one micro-batch's, or those of all ranks together."""
+
+    # Several GPUs
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a replica on every rank (ddp), or weights, gradients and moments in shards (fsdp)."""
+    distributed_timeout_s: float = Field(60.0, ge=1)
+    """Seconds within which a rank that was killed or hangs ends the job, with an error that names it."""
 
     # Speed and memory
     compile: bool = False
