@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 from rich.table import Table
 
-from shared_data import options
 from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
-from shared_data.console import run_app, say
+from shared_data.console import say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.options import stage_main
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
 from shared_data.repair import PLAN_RECORD, packed_split
@@ -31,7 +30,6 @@ from shared_data.stage import Context, Part, read_parts, show_table
 
 STAGE = "pack"
 SPLITS = ("long", "train", "validation")
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -263,26 +261,5 @@ def show(report: dict[str, Any]) -> None:
     )
 
 
-@app.command()
-def pack_shards(
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
-    total_tokens: options.TotalTokensOption = None,
-    shard_size_tokens: options.ShardSizeOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
-    data_root: options.DataRootOption = Path("data"),
-    as_json: options.JsonOption = False,
-) -> int:
-    """Mix tokens/ into shards and make pretrain_chinchilla/ of them."""
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
-    return options.run_stage(run, context, as_json)
-
-
 if __name__ == "__main__":
-    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.pack_shards"))
+    sys.exit(stage_main(run, "pack_shards"))
