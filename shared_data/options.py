@@ -72,15 +72,20 @@ class StageOptions:
         typer.Option(min=1, metavar="N", help="Jobs of the array; start all again until none has anything left to do."),
     ] = 1
     data_root: DataRootOption = Path("data")
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Replace a corpus made with other settings or text.")
+    ] = False
 
     def words(self) -> list[str]:
         """The command line that gives another process these options."""
         found = []
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            for one in value if isinstance(value, list) else [value]:
-                if one is not None:
-                    found += [f"--{field.name.replace('_', '-')}", str(one)]
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if isinstance(value, bool):
+                found += [option] if value else []
+            else:
+                each = value if isinstance(value, list) else [value]
+                found += [word for one in each if one is not None for word in (option, str(one))]
         return found
 
     def context(self) -> Context:
@@ -105,6 +110,7 @@ class StageOptions:
             sources=tuple(own for own in mixed.sources if own.id in _selected(self.source, mixed)),
             workers=self.who(),
             config_name=config_name,
+            allow_changed=self.allow_changed,
         )
 
     def who(self) -> Workers:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from shared_data import options
+from shared_data.changes import refuse_another_corpus
 from shared_data.console import run_app, say
 from shared_data.estimate import estimate, show
 from shared_data.executor import PARENT_PIPE_VARIABLE
@@ -60,6 +61,7 @@ def prepare(
         if as_json:
             print(json.dumps(expected, indent=2))
         return 0
+    refuse_another_corpus(context)
     skipped = {"download_raw": skip_download, "clean": skip_clean, "tokenize": skip_tokenize}
     for name in STAGES:
         if skipped.get(name):

@@ -79,10 +79,11 @@ def edit_yaml(path: Path, **changes: Any) -> None:
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
 
 
-def hashes(root: Path) -> dict[str, str]:
-    """SHA-256 of everything that the pipeline publishes: all but state/."""
-    files = [path for path in sorted(root.rglob("*")) if path.is_file() and "state" not in path.relative_to(root).parts]
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def hashes(root: Path, *, state: bool = False) -> dict[str, str]:
+    """SHA-256 of everything that the pipeline publishes: all but state/, or with it."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    wanted = [path for path in files if state or "state" not in path.relative_to(root).parts]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in wanted}
 
 
 def lines_of(root: Path, stage: str, source: str) -> list[dict]:
@@ -102,11 +103,16 @@ def documents_of(folder: Path, inserts: bool = True) -> list[tuple[str, str]]:
     return found
 
 
-def prepare(folder: Path, root: Path, *options: str, **environment: str) -> str:
-    """The pipeline as a command; returns what it said on standard error."""
+def run_prepare(folder: Path, root: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The pipeline as a command, on the config files in a folder."""
     files = ("--mixture", folder / "mixture.yaml", "--data-config", folder / "data_config.yaml")
     command = [sys.executable, "-m", "shared_data.prepare_data", *map(str, files), "--data-root", str(root), *options]
-    ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def prepare(folder: Path, root: Path, *options: str, **environment: str) -> str:
+    """The same where it must work; returns what it said on standard error."""
+    ran = run_prepare(folder, root, *options, **environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stderr
 

@@ -56,7 +56,7 @@ def test_killed_at_any_rename_and_run_again_gives_the_same_bytes(done, tmp_path)
 def test_packing_anew_and_killed_never_leaves_a_manifest_that_lies(fresh):
     run_all(context_of(fresh))
     edit_yaml(fresh / "data_config.yaml", total_tokens=15000, shard_size_tokens=3000)
-    context = context_of(fresh)
+    context = context_of(fresh, allow_changed=True)
     folders = [root / split for root in (context.layout.shards, context.layout.corpus) for split in ("", "validation")]
     folders.append(context.layout.shards / "long")
     seen = set()

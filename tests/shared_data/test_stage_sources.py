@@ -42,12 +42,12 @@ def test_d23_a_shortage_is_an_error_by_default_or_ends_or_repeats(fresh):
     assert abs(stopped["largest_deviation_tokens"]) <= stopped["longest_document_tokens"]
 
     edit_yaml(fresh / "mixture.yaml", on_shortage="repeat", max_epochs=5)
-    repeated = run_all(context_of(fresh))["pack"]
+    repeated = run_all(context_of(fresh, allow_changed=True))["pack"]
     assert repeated["train_tokens"] >= 160000
     assert repeated["sources"]["math"]["repeated_documents"] > 0
     edit_yaml(fresh / "data_config.yaml", total_tokens=10**6)
     with pytest.raises(UserError, match="short by"):
-        run_all(context_of(fresh))
+        run_all(context_of(fresh, allow_changed=True))
 
 
 def test_d9_a_document_longer_than_a_shard_goes_through(fresh):
