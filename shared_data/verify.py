@@ -63,13 +63,15 @@ def _check_ends(path: Path, ends: np.ndarray, entry: ShardEntry, manifest: Manif
     if manifest.corpus is None and not sidecar_path(path).exists():
         return None
     try:
-        sidecar = read_sidecar(path)
+        sidecar = read_sidecar(path, with_ids=True)
     except UserError as error:
         return str(error)
     if sidecar.info.corpus != manifest.corpus:
         return f"{sidecar_path(path)} belongs to another packing than {MANIFEST_NAME}"
     if not np.array_equal(sidecar.starts + sidecar.lengths - 1, ends):
         return f"{sidecar_path(path)}: its documents do not end where those of {path.name} do"
+    if sidecar.ids is not None and len(sidecar.ids) != len(ends):
+        return f"{sidecar_path(path)}: it names {len(sidecar.ids)} documents, but {path.name} holds {len(ends)}"
     return None
 
 

@@ -20,7 +20,16 @@ from shared_data.config import PIPELINE_VERSION
 from shared_data.console import say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
-from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.manifest import (
+    MANIFEST_NAME,
+    SIDECAR_VERSION,
+    TOKEN_BYTES,
+    CorpusInfo,
+    Manifest,
+    Position,
+    SourceInfo,
+    build_manifest,
+)
 from shared_data.options import stage_main
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
@@ -48,7 +57,7 @@ def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
     """What holds for the whole corpus; its fingerprint covers everything that the shards depend on."""
     config, mixture = context.config, context.mixture
     everything = [
-        PIPELINE_VERSION,
+        [PIPELINE_VERSION, SIDECAR_VERSION],
         [[source.id, source.weight, [part.sha256 for part in parts[source.id]]] for source in context.sources],
         [mixture.name, mixture.on_shortage, mixture.max_epochs],
         [config.total_tokens, config.shard_size_tokens, config.validation_share, config.seed],

@@ -140,7 +140,7 @@ def test_without_a_share_the_shards_of_an_earlier_packing_go(packed, tmp_path):
     run_all(context_of(tmp_path))
     assert (tmp_path / "data" / "shards" / "long").is_dir()
     edit_yaml(tmp_path / "data_config.yaml", pack={"long_context": {"share": 0.0}})
-    context = context_of(tmp_path)
+    context = context_of(tmp_path, allow_changed=True)
     report = run_all(context)["pack"]
     assert report["long_context"]["windows"] == 0
     assert not (tmp_path / "data" / "shards" / "long").exists()

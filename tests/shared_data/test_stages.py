@@ -111,6 +111,28 @@ def test_sidecars_count_the_bytes_of_each_document(done):
     assert sizes == [len(text.encode()) for _, text in documents_of(context.layout.corpus)]
 
 
+def test_sidecars_name_where_each_document_comes_from(done):
+    _, context, _ = done
+    layout, tokenizer = context.layout, load_tokenizer()
+    texts = {(source, own["id"]): own["text"] for source in WEIGHTS for own in lines_of(layout.root, "clean", source)}
+    seen = set()
+    for folder in (layout.corpus, layout.corpus / "validation"):
+        for path in Manifest.load(folder).shard_paths(folder):
+            sidecar, ids = read_sidecar(path, with_ids=True), np.fromfile(path, "<u4")
+            for number, name in enumerate(sidecar.ids):
+                start = sidecar.starts[number]
+                text = tokenizer.decode(ids[start : start + sidecar.lengths[number] - 1].tolist())
+                if number in sidecar.inserts:
+                    assert name == "passkey"
+                else:
+                    source = sidecar.sources[sidecar.source_index[number]]
+                    assert texts[source, name] == text
+                    seen.add((source, name))
+            assert read_sidecar(path).ids is None, "read only where it is asked for"
+    assert {source for source, _ in seen} == set(WEIGHTS)
+    assert len(seen) > 80
+
+
 def test_validation_is_apart_and_the_corpus_shares_its_bytes_with_shards(done):
     _, context, _ = done
     layout = context.layout

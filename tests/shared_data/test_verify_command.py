@@ -111,6 +111,22 @@ def test_a_moved_document_end_is_seen(corpus, capsys):
     assert "its documents do not end where those of shard_00002.bin do" in capsys.readouterr().err
 
 
+def test_damaged_or_missing_ids_of_documents_are_seen(corpus, capsys):
+    names = [f"https://example.org/{n}" for n in range(25)]
+    write_corpus(corpus, INFO, [(range(n), 0, n) for n in range(25)], names=names)
+    assert run(corpus) == 0
+    path = corpus / "shard_00001.idx"
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b"example", b"exbmple", 1), whole.replace(b'"id_ends"', b'"id_endz"', 1)):
+        assert damaged != whole
+        path.write_bytes(damaged)
+        capsys.readouterr()
+        assert run(corpus) == 1
+        assert f"{path}: not a whole sidecar" in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert run(corpus) == 0
+
+
 def test_wrong_counts_in_the_manifest_are_seen(corpus, capsys):
     content = json.loads((corpus / "manifest.json").read_text())
     content["sources"]["a"]["documents"] += 1
