@@ -222,7 +222,9 @@ def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tens
     document_ids_BT = document_ids_of(ids_BT, run.dataset, run.recipe.model)
     with autocast(run.device, run.recipe.model.dtype):
         h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
-        ce_sum = head_cross_entropy(h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size)
+        ce_sum = head_cross_entropy(
+            h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size, fp8=training.fp8_head
+        )
     ce = ce_sum / n_valid
     routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
     loss = ce + routing / training.gradient_accumulation_steps

@@ -17,6 +17,7 @@ from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.flops import device_peak_flops
+from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
@@ -123,12 +124,14 @@ class Run:
 def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
     options, recipe, training = plan.options, plan.recipe, plan.recipe.training
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if training.fp8_head:
+        check_fp8_head(device)
     if not plan.resuming:
         seed = fresh_seed() if options.seed is None else options.seed
         record_new_run(plan.folder, recipe, seed, plan.corpus, _init_source(options.init_from))
     record = read_record(plan.folder)
     seed = record["seed"]
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     knobs = set_knobs(training.deterministic)
     seed_everything(seed)
     model = GPTOSS(recipe.model).to(device)
