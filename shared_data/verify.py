@@ -131,7 +131,9 @@ def repair_folder(folder: Path, manifest: Manifest, problems: list[Problem]) -> 
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of shards: data/pretrain_chinchilla.")],
+    folder: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of shards: data/pretrain_chinchilla.")
+    ],
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Rebuild bad shards from the token streams, the manifest from the sidecars."),
@@ -139,9 +141,13 @@ def verify(
     as_json: options.JsonOption = False,
 ) -> int:
     """Read every shard again: sizes, SHA-256, counts, ids and sidecars. Exit code 1 if a file is bad."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name one that holds {MANIFEST_NAME}, e.g. data/pretrain_chinchilla")
-    folders = [folder, *(folder / name for name in SUBFOLDERS if (folder / name).is_dir())]
+    folders = []
+    for own in folder:
+        if not own.is_dir():
+            raise UserError(
+                f"{own} is not a folder: name one that holds {MANIFEST_NAME}, e.g. data/pretrain_chinchilla"
+            )
+        folders += [own, *(own / name for name in SUBFOLDERS if (own / name).is_dir())]
     results: dict[str, dict[str, Any]] = {}
     bad: list[str] = []
     for own in folders:

@@ -87,7 +87,7 @@ def diagnose(
 
 def report_window(dataset: PretrainDataset, window: int) -> WindowReport:
     """Where a window lies, what it is of, and how it begins."""
-    start = window * dataset.max_seq_len
+    start = dataset.start_of(window)
     stop = start + dataset.max_seq_len
     shard = int(dataset.shard_starts.searchsorted(start, side="right")) - 1
     sources = TokenSources(dataset)

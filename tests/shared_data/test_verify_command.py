@@ -167,6 +167,16 @@ def test_a_corpus_of_another_program_without_sidecars_can_be_verified(corpus):
     assert run(corpus) == 0
 
 
+def test_several_corpora_are_verified_together(corpus, tmp_path, capsys):
+    other = tmp_path / "other"
+    write_corpus(other, INFO, [(range(n), 0, n) for n in range(9)])
+    assert run(corpus, other, "--json") == 0
+    assert list(json.loads(capsys.readouterr().out)) == [str(corpus), f"{corpus}/validation", str(other)]
+    damage(other / "shard_00000.bin", 8, token(7))
+    assert run(corpus, other) == 1
+    assert f"bad: {other}/shard_00000.bin: SHA-256 is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["nowhere", "corpus/manifest.json"])
 def test_what_is_no_folder_is_refused(corpus, capsys, name):
     assert run(corpus.parent / name) == 2
