@@ -2,8 +2,8 @@
 
 A window belongs to one source, which is charged for all of it. Documents are placed best-fit decreasing (Ding et al.,
 2024, "Fewer Truncations Improve Language Modeling"): the longest first, each into the fullest window that can take it
-and keep room for two inserts, documents of their own: one that tells a key, before a document of the window, and one that
-asks for it, at the window's end. Only a document that fills a window alone leaves none.
+and keep room for two inserts, documents of their own: one that tells a key, before a document of the window, and one
+that asks for it, at the window's end. Only a document that fills a window alone leaves none.
 """
 
 import functools
