@@ -2,10 +2,13 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gpt_oss_lite.config.base import ConfigBlock
 from gpt_oss_lite.config.model import ModelConfig
+
+WEIGHT_STEPS = 10_000
+"""Weights of corpora are multiples of one in so many."""
 
 
 class TrainingConfig(ConfigBlock):
@@ -146,15 +149,52 @@ class TrainingConfig(ConfigBlock):
         return self
 
 
+class CorpusPart(ConfigBlock):
+    """One of several corpora that a run draws from."""
+
+    path: str = Field(min_length=1)
+    """Folder with manifest.json and shards, or one file of tokens."""
+    weight: float = Field(gt=0, le=1)
+    """Share of the windows, in steps of 0.0001; the weights add up to 1."""
+
+    @property
+    def turns(self) -> int:
+        """The weight in steps."""
+        return round(self.weight * WEIGHT_STEPS)
+
+    @model_validator(mode="after")
+    def _is_whole_steps(self) -> Self:
+        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6:
+            raise ValueError(f"weight is {self.weight}: it must have at most four decimals")
+        return self
+
+
 class DataConfig(ConfigBlock):
     """What the run reads."""
 
-    train_data_path: str = Field(min_length=1)
-    """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder."""
+    train_data_path: Annotated[
+        Annotated[str, Field(min_length=1), Tag("(path)")]
+        | Annotated[list[CorpusPart], Field(min_length=2), Tag("(list)")],
+        Discriminator(lambda value: "(list)" if isinstance(value, list) else "(path)"),
+    ]
+    """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder. Or several, as a
+    list of `{path: FOLDER, weight: 0.7}`: windows are drawn from each by its weight."""
     validation_data_path: str | None = Field(None, min_length=1)
     """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
     data_mix: str | None = None
-    """Name of the mixture that the corpus must have been made with. Null: not checked."""
+    """Name of the mixture that the corpus, or each of several, must have been made with. Null: not checked."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if isinstance(self.train_data_path, str):
+            return self
+        total = sum(part.turns for part in self.train_data_path)
+        if total != WEIGHT_STEPS:
+            raise ValueError(f"train_data_path has weights that add up to {total / WEIGHT_STEPS:g}: it must be 1")
+        paths = [part.path for part in self.train_data_path]
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"train_data_path names {twice[0]} twice: name it once, with the sum of the weights")
+        return self
 
 
 class Recipe(ConfigBlock):

@@ -182,23 +182,23 @@ def settings(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
 
 def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
     """The corpus as the run will open it, and whether it is long enough."""
-    from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+    from gpt_oss_lite.training.dataset import check_corpus
+    from gpt_oss_lite.training.mixed import open_corpus
     from gpt_oss_lite.training.plan import open_validation
 
     training = recipe.training
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
     open_validation(recipe, dataset)
     wanted = stop_step * training.micro_batch_size * training.gradient_accumulation_steps
-    epochs = wanted / len(dataset)
-    text = (
-        f"{dataset.path}: {dataset.total_tokens:,} tokens, {len(dataset):,} windows; the run reads {epochs:.2f} epochs"
-    )
-    yield Finding("corpus", NOTICE if epochs > MANY_EPOCHS else GOOD, text)
-    if dataset.manifest is None:
-        yield Finding(
-            "corpus", NOTICE, "one file without a manifest: damage to it is noticed only where ids are too large"
-        )
+    for part, epochs in zip(dataset.parts, dataset.order(0).passes(wanted), strict=True):
+        size = f"{part.total_tokens:,} tokens, {len(part):,} windows"
+        text = f"{part.path}: {size}; the run reads {epochs:.2f} epochs"
+        yield Finding("corpus", NOTICE if epochs > MANY_EPOCHS else GOOD, text)
+        if part.manifest is None:
+            yield Finding(
+                "corpus", NOTICE, "one file without a manifest: damage to it is noticed only where ids are too large"
+            )
 
 
 def disk(recipe: Recipe, out: Path, stop_step: int) -> Iterator[Finding]:

@@ -151,7 +151,7 @@ def open_run(plan: Plan) -> Run:
     )
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
-    order = DataOrder(len(plan.dataset), seed)
+    order = plan.dataset.order(seed)
     checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
