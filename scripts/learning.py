@@ -115,8 +115,8 @@ class Bench:
         if experiment.questions:
             asked, answers = (self._log(experiment.name).with_suffix(f".{kind}.json") for kind in ("asked", "answers"))
             write_atomic(asked, json.dumps(experiment.questions, default=str))
-            self._call(experiment, [HERE / "learning_questions.py", "--checkpoint", run if experiment.trains else source,
-                                    "--questions", asked, "--out", answers])  # fmt: skip
+            asks = [HERE / "learning_questions.py", "--checkpoint", run if experiment.trains else source]
+            self._call(experiment, [*asks, "--questions", asked, "--out", answers])
             result["answers"] = json.loads(answers.read_bytes())
         else:
             shutil.rmtree(run / "checkpoints")  # of the 502M model 6 GB, which nothing reads

@@ -235,10 +235,10 @@ def clean(work: Path) -> dict[str, int]:
     write_atomic(config, json.dumps({"dedup": {"near": {"enabled": True}}}))
     for stage in ("download_raw", "clean", "tokenize"):
         module = f"shared_data.scripts.{stage}"
-        options = ["--mixture", mixture, "--data-config", config, "--data-root", work / "data"]
+        options: list[str | Path] = ["--mixture", mixture, "--data-config", config, "--data-root", work / "data"]
         command: list[str | Path] = [sys.executable, "-m", module, *options]
         subprocess.run(command, check=True)
-    report = json.loads((work / "data" / "reports" / "tokenize.json").read_bytes())
+    report = json.loads((work / "data" / "state" / "reports" / "tokenize.json").read_bytes())
     return {source: int(report["sources"][source]["tokens"]) for source in SOURCES}
 
 

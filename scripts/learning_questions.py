@@ -108,8 +108,9 @@ class Questions:
     def samples(self) -> list[dict[str, Any]]:
         """Continuations; they also go where the report page looks for them."""
         tokenizer = load_tokenizer()
+        prompts = PROMPTS[: 3 * int(self.questions["samples"])]
         drawn = [(prompt, temperature, self._continue(tokenizer, prompt, temperature))
-                 for prompt in PROMPTS[: 3 * int(self.questions["samples"])] for temperature in TEMPERATURES]  # fmt: skip
+                 for prompt in prompts for temperature in TEMPERATURES]  # fmt: skip
         with open(self.run / SAMPLES_NAME, "a") as file:
             for prompt, _, text in drawn:
                 row = {"step": self.meta["step"], "prompt": prompt, "text": text, "time": time.time()}

@@ -14,6 +14,10 @@ class TrainingConfig(ConfigBlock):
     # Optimizer
     lr: float = Field(4e-4, gt=0)
     """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon for the matrices but routers and head, at AdamW's update size, and AdamW for the rest."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's decay rate of the momentum."""
     # A list is what YAML has; a tuple is what cannot change.
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
