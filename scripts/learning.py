@@ -30,10 +30,11 @@ from gpt_oss_lite.training.run_folder import versions
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.files import write_atomic
+from shared_data.manifest import Manifest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 HERE = Path(__file__).resolve().parent
-KEPT_COLUMNS = ("step", "ce", "aux", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "epoch")
+KEPT_COLUMNS = ("step", "tokens", "ce", "aux", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "epoch")
 JOBS = {"parity": 2, "ablations": 4}
 """Runs of a group at a time: they are small, and start while others train. Their speeds are not figures."""
 ALONE_FIRST = "baseline-0"
@@ -111,7 +112,7 @@ class Bench:
         if experiment.trains:
             start = ["--init-from", source] if source else []
             self._call(experiment, ["-m", "gpt_oss_lite", "pretrain", *options, *start, "--out", run])
-            result = collect(run)
+            result = {**collect(run), "corpus": corpus_of(Path(str(experiment.sets["data.train_data_path"])))}
         if experiment.questions:
             asked, answers = (self._log(experiment.name).with_suffix(f".{kind}.json") for kind in ("asked", "answers"))
             write_atomic(asked, json.dumps(experiment.questions, default=str))
@@ -142,6 +143,11 @@ def collect(run: Path) -> dict[str, Any]:
             "mean_imbalance": sum(row["expert_imbalance"]) / len(row["expert_imbalance"])} for row in rows]  # fmt: skip
     return {"rows": kept, "evaluations": evaluations, "final": evaluations[-1], "load": rows[-1]["expert_load"],
             "skips": sum(event["event"] == "skip" for event in events)}  # fmt: skip
+
+
+def corpus_of(path: Path) -> dict[str, Any]:
+    """What the tables say of a corpus."""
+    return Manifest.load(path).model_dump(include={"total_tokens", "sources"})
 
 
 def perform_all(bench: Bench, experiments: Sequence[Experiment]) -> dict[str, str]:

@@ -19,6 +19,7 @@ duplicates are gone.
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import lzma
 import random
@@ -40,6 +41,7 @@ from shared_data.console import progress, run_app, say
 from shared_data.errors import UserError
 from shared_data.files import atomic_writer, write_atomic
 from shared_data.html import text_of_html
+from shared_data.tokenizing import read_ids, read_index
 
 PACKAGES = (
     "rust-doc", "petsc3.18-doc", "linux-doc-6.1", "cppreference-doc-en-html", "openjdk-17-doc",
@@ -151,17 +153,17 @@ def code_c(root: Path) -> Pieces:
 
 PYTHON = ("python3.11", "python-scipy-doc", "python-sympy-doc", "python-django-doc", "python-pandas-doc",
           "python-sklearn-doc")  # fmt: skip
-SOURCES: dict[str, tuple[Callable[[Path], Pieces], int, str | None]] = {
-    "rust": (pages(f"{DOC}/rust-doc"), 75, None),
-    "java": (pages(f"{DOC}/openjdk-17-jre-headless"), 60, None),
-    "c": (pages(f"{DOC}/linux-doc-6.1", f"{DOC}/petsc3.18-doc", "usr/share/cppreference"), 110, None),
-    "python": (pages(*(f"{DOC}/{name}" for name in PYTHON)), 60, None),
-    "tools": (tools, 60, None),
-    "prose": (prose, 60, None),
-    "code-python": (code_python, 90, "code"),
-    "code-c": (code_c, 60, "code"),
+SOURCES: dict[str, tuple[Callable[[Path], Pieces], int, int, str | None]] = {
+    "rust": (pages(f"{DOC}/rust-doc"), 75, 75, None),
+    "java": (pages(f"{DOC}/openjdk-17-jre-headless"), 60, 60, None),
+    "c": (pages(f"{DOC}/linux-doc-6.1", f"{DOC}/petsc3.18-doc", "usr/share/cppreference"), 110, 110, None),
+    "python": (pages(*(f"{DOC}/{name}" for name in PYTHON)), 60, 60, None),
+    "tools": (tools, 60, 60, None),
+    "prose": (prose, 60, 60, None),
+    "code-python": (code_python, 90, 30, "code"),
+    "code-c": (code_c, 60, 25, "code"),
 }
-"""Source -> (its documents, most MB of text taken, the pipeline's quality rules)."""
+"""Source -> (its documents, most MB of text read, and most kept after cleaning, the pipeline's quality rules)."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where the packages are unpacked.", show_default=False)]
@@ -188,19 +190,19 @@ def make(
     root = folder / "files"
     if not root.is_dir():
         raise UserError(f"--folder {folder}: {root} is not there; make it with: learning_corpus.py fetch")
-    for source, (documents, cap, _) in SOURCES.items():
+    for source, (documents, cap, _, _) in SOURCES.items():
         extract(documents(root), work / f"{source}.jsonl", int(cap * share * MEGABYTE), source)
-    tokens = clean(work)
+    clean(work)
     out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(max_workers=2) as workers:
-        parts = [sorted((work / "data" / "clean" / source).glob("*.jsonl")) for source in SOURCES]
-        sizes = list(workers.map(compress, parts, [out / f"{source}.jsonl.xz" for source in SOURCES]))
+        caps = [int(kept * share * MEGABYTE) for _, _, kept, _ in SOURCES.values()]
+        packed = list(workers.map(compress, [work] * len(SOURCES), SOURCES, caps, [out] * len(SOURCES)))
+    tokens = {source: n_tokens for source, (_, _, n_tokens) in zip(SOURCES, packed, strict=True)}
+    sizes = [(text, n_bytes) for text, n_bytes, _ in packed]
     write_settings(out, tokens)
-    total = 0
-    for source, (text, packed) in zip(SOURCES, sizes, strict=True):
-        say(f"{source:<12} {text / 1e6:7.1f} MB -> {packed / 1e6:5.1f} MB xz, {tokens[source] / 1e6:6.2f} M tokens")
-        total += packed
-    text = sum(size for size, _ in sizes)
+    for source, (text, n_bytes) in zip(SOURCES, sizes, strict=True):
+        say(f"{source:<12} {text / 1e6:7.1f} MB -> {n_bytes / 1e6:5.1f} MB xz, {tokens[source] / 1e6:6.2f} M tokens")
+    text, total = (sum(column) for column in zip(*sizes, strict=True))
     say(f"{'all':<12} {text / 1e6:7.1f} MB -> {total / 1e6:5.1f} MB xz, {sum(tokens.values()) / 1e6:6.2f} M tokens")
     if total > megabytes * 2**20:
         raise UserError(f"{total / 2**20:.1f} MiB: more than --megabytes {megabytes:g}; take a smaller --share")
@@ -223,12 +225,12 @@ def extract(documents: Pieces, path: Path, cap: int, source: str) -> None:
         report.finish()
 
 
-def clean(work: Path) -> dict[str, int]:
-    """Run the pipeline's first three stages on what was extracted; tokens of each source."""
+def clean(work: Path) -> None:
+    """Run the pipeline's first three stages on what was extracted."""
     sources = [
         {"id": source, "weight": 1 / len(SOURCES), "files": [str((work / f"{source}.jsonl").resolve())],
          "rules": rules}
-        for source, (_, _, rules) in SOURCES.items()
+        for source, (_, _, _, rules) in SOURCES.items()
     ]  # fmt: skip
     mixture, config = work / "mixture.yaml", work / "data_config.yaml"
     write_atomic(mixture, json.dumps({"name": "learning", "sources": sources}))
@@ -238,25 +240,39 @@ def clean(work: Path) -> dict[str, int]:
         options: list[str | Path] = ["--mixture", mixture, "--data-config", config, "--data-root", work / "data"]
         command: list[str | Path] = [sys.executable, "-m", module, *options]
         subprocess.run(command, check=True)
-    report = json.loads((work / "data" / "state" / "reports" / "tokenize.json").read_bytes())
-    return {source: int(report["sources"][source]["tokens"]) for source in SOURCES}
 
 
-def compress(parts: list[Path], target: Path) -> tuple[int, int]:
-    """Write id and text of each clean document, by id so that pages of one kind lie together; bytes before, after."""
-    records = []
-    for part in parts:
-        with open(part, "rb") as lines:
-            records += [json.loads(line) for line in lines]
-    records.sort(key=lambda record: record["id"])
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 27}]
-    n_bytes = 0
-    with atomic_writer(target) as file, lzma.open(file, "wb", filters=filters) as packed:
-        for record in records:
-            n_bytes += len(record["text"].encode())
-            line = json.dumps({"id": record["id"], "text": record["text"]}, ensure_ascii=False) + "\n"
-            packed.write(line.encode())
-    return n_bytes, target.stat().st_size
+def compress(work: Path, source: str, cap: int, out: Path) -> tuple[int, int, int]:
+    """Write id and text of a source's clean documents, by id so that pages of one kind lie together; a file that is
+    there is kept.
+
+    Args:
+        work: where the stages worked.
+        source: its id.
+        cap: most bytes of text. More is sampled, by the hashes of the ids.
+        out: folder of the file.
+
+    Returns:
+        Bytes of text, bytes of the file, and tokens.
+    """
+    streams = sorted((work / "data" / "tokens" / source).glob("*.bin"))
+    n_tokens = {name: int(n) for path in streams
+                for name, n in zip(read_ids(path), read_index(path).n_tokens, strict=True)}  # fmt: skip
+    records = [json.loads(line) for part in sorted((work / "data" / "clean" / source).glob("*.jsonl"))
+               for line in part.read_bytes().splitlines()]  # fmt: skip
+    records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).digest())
+    sizes = itertools.accumulate(len(record["text"].encode()) for record in records)
+    kept = [record for record, size in zip(records, sizes, strict=True) if size <= cap]
+    kept.sort(key=lambda record: record["id"])
+    target = out / f"{source}.jsonl.xz"
+    if not target.exists():
+        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27}]
+        with atomic_writer(target) as file, lzma.open(file, "wb", filters=filters) as packed:
+            for record in kept:
+                line = json.dumps({"id": record["id"], "text": record["text"]}, ensure_ascii=False) + "\n"
+                packed.write(line.encode())
+    n_bytes = sum(len(record["text"].encode()) for record in kept)
+    return n_bytes, target.stat().st_size, sum(n_tokens[record["id"]] for record in kept)
 
 
 def write_settings(out: Path, tokens: dict[str, int]) -> None:
@@ -273,7 +289,8 @@ def write_settings(out: Path, tokens: dict[str, int]) -> None:
         "validation_share": 0.01,  # the corpus is small: 0.1 % would be 100,000 tokens
         "pipeline": {"redact": {"emails": False, "ips": False}},  # done
     }
-    for name, content in (("mixture.yaml", mixture), ("data_config.yaml", settings)):
+    long = {**settings, "pack": {"long_context": {"share": 0.5, "window_tokens": 32_768}}}
+    for name, content in (("mixture.yaml", mixture), ("data_config.yaml", settings), ("long_config.yaml", long)):
         write_atomic(out / name, json.dumps(content, indent=1) + "\n")
 
 
