@@ -201,5 +201,5 @@ def _documents(file: RemoteFile, fields: Fields, start: int) -> Iterator[Documen
             yield from documents_of_lines(lines, file.name, fields, start)
         else:
             raise UserError(
-                f"{file.url}: files from afar can be .jsonl, .json, each also with .gz or .zst, and .parquet"
+                f"{file.url}: files from afar can be .jsonl, .json, each also with .gz, .xz or .zst, and .parquet"
             )

@@ -17,6 +17,10 @@ class TrainingConfig(ConfigBlock):
     # Optimizer
     lr: float = Field(4e-4, gt=0)
     """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon for the matrices but routers and head, at AdamW's update size, and AdamW for the rest."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's decay rate of the momentum."""
     # A list is what YAML has; a tuple is what cannot change.
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
@@ -131,6 +135,8 @@ class TrainingConfig(ConfigBlock):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.optimizer == "muon" and self.parallelism == "fsdp":
+            raise ValueError("optimizer is muon: it takes whole matrices, so parallelism must be ddp, not fsdp")
         if self.skip_spikes and not (self.spike_zscore and self.nan_guard):
             raise ValueError("skip_spikes is true: it needs spike_zscore above 0 and nan_guard: true")
         if not all(0 <= beta < 1 for beta in self.betas):

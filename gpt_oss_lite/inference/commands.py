@@ -66,16 +66,34 @@ def evaluate(
     ],
     step: Step = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of one forward pass.")] = 8,
+    positions: Annotated[
+        int | None,
+        typer.Option(metavar="T", min=2, help="Instead: loss by position in windows of T tokens, at the scale for T."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on a corpus: loss, perplexity and bits per byte, overall and per source."""
+    from gpt_oss_lite.inference.perplexity import by_position
     from gpt_oss_lite.inference.perplexity import evaluate as score
     from gpt_oss_lite.training.checkpoint import load_model
     from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 
     model, _ = load_model(checkpoint, step, _device())
-    dataset = PretrainDataset(data, model.config.max_seq_len, model.config.embedding_rows)
+    dataset = PretrainDataset(data, positions or model.config.max_seq_len, model.config.embedding_rows)
     check_corpus(dataset, model.config)
+    if positions is not None:
+        if positions > model.config.eval_context:
+            raise UserError(
+                f"--positions is {positions}: it must be at most {model.config.eval_context} (eval_max_seq_len)"
+            )
+        spans = by_position(model, dataset, micro_batch_size=batch_size)
+        if as_json:
+            print_json([vars(span) for span in spans])
+            return
+        print(f"{'positions':>16} {'loss':>8} {'tokens':>12}")
+        for span in spans:
+            print(f"{f'{span.start:,}-{span.stop:,}':>16} {span.loss:8.4f} {span.tokens:12,}")
+        return
     result = score(model, dataset, micro_batch_size=batch_size)
     if as_json:
         print_json(result.as_dict())

@@ -113,7 +113,7 @@ def follow_plan(options: PretrainOptions, ranks: Ranks, words: dict[str, Any]) -
         UserError, OSError: this rank cannot read what the first one can.
     """
     recipe = load_recipe(options.config, options.overrides)
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
     if (corpus := dataset.fingerprint()) != words["corpus"]:
         raise UserError(f"{dataset.path} is another corpus here ({corpus}) than on rank 0 ({words['corpus']})")
     path = validation_path(recipe, dataset)

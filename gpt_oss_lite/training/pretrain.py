@@ -112,7 +112,7 @@ def train(run: Run, stop: StopRequest) -> int:
         say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
     if run.ranks.is_main and not run.parallel.sharded:
-        run.saver.reserve(run.model)
+        run.saver.reserve(run.model, run.optimizer)
     try:
         # The log has a line every so often; in a terminal a bar goes on below it.
         with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig, Recipe
@@ -82,7 +82,7 @@ class Run:
     parallel: Parallel
     forward: Forward
     """`parallel.forward`."""
-    optimizer: AdamW
+    optimizer: Optimizer
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
     checkpoints: CheckpointManager
@@ -236,6 +236,7 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=run.device.type,
+        optimizer=training.optimizer,
     )
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)

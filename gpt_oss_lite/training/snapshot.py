@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
 from shared_data.errors import UserError
 
@@ -51,12 +52,13 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def reserve(self, model: nn.Module) -> None:
-        """Take the memory now, so that the first save is no slower than the others: weights and both moments."""
+    def reserve(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the memory now, so that the first save is no slower than the others: weights and moments."""
         for name, tensor in _distinct_tensors(model).items():
             self._buffer(name, tensor).zero_()  # a page is the process's when it is first written
+        moments = moments_of(optimizer)
         for name, parameter in model.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in moments[id(parameter)]:
                 self._buffer(f"{key} of {name}", parameter.detach()).zero_()
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -234,16 +236,16 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, An
     Raises:
         ValueError: a moment has not its parameter's shape.
     """
-    parameters = dict(model.named_parameters())
+    parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
     for name, entry in content["state"].items():
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments[id(parameters[name])]:
             if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
                 raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
     names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {
         index: {
-            key: placed_like(parameters[name], value) if key.startswith("exp_avg") else value
+            key: placed_like(parameters[name], value) if key in moments[id(parameters[name])] else value
             for key, value in content["state"][name].items()
         }
         for index, name in enumerate(ordered)
