@@ -14,6 +14,7 @@ import torch
 from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
+from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
 
 FP32 = 4
@@ -52,6 +53,8 @@ def estimate_model_memory_gb(
     grad_checkpoint_every: int = 3,
     loss_chunk_size: int = 8192,
     device_type: str = "cuda",
+    fp8_head: bool = False,
+    optimizer: str = "adamw",
 ) -> MemoryEstimate:
     """Estimate the peak memory of training `model`.
 
@@ -63,6 +66,8 @@ def estimate_model_memory_gb(
         grad_checkpoint_every: see there.
         loss_chunk_size: tokens whose logits are alive at one time.
         device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
+        fp8_head: whether the head's products take 8-bit floats.
+        optimizer: training.optimizer.
 
     Returns:
         MemoryEstimate, whose total_gb is the figure in GB of 10^9 bytes.
@@ -70,6 +75,8 @@ def estimate_model_memory_gb(
     config = model.config
     tokens = seq_len * batch_size
     parameters = model.num_parameters()
+    matrices = muon_matrices(model) if optimizer == "muon" else {}
+    momenta = sum(matrix.numel() for matrix in matrices.values())
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
     fused = _fused_halves(config, device_type)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
@@ -81,6 +88,8 @@ def estimate_model_memory_gb(
     # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
     # their gradient lies beside them in the compute type where that is another one.
     head_chunk = chunk_tokens * head_rows * (compute if fused.head else FP32 + (compute if compute != FP32 else 0))
+    if fp8_head:
+        head_chunk += chunk_tokens * head_rows + 2 * head_rows * config.d_model  # the gradient and the head, in 8 bits
     head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
@@ -88,7 +97,8 @@ def estimate_model_memory_gb(
     items = {
         "weights (fp32)": FP32 * parameters,
         "gradients (fp32)": FP32 * parameters,
-        "AdamW moments (2 x fp32)": 2 * FP32 * parameters,
+        "AdamW moments (2 x fp32)": 2 * FP32 * (parameters - momenta),
+        "Muon momentum (fp32)": FP32 * momenta,
         f"weights in {config.dtype} for the products": compute * parameters if compute != FP32 else 0,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
         f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
@@ -119,6 +129,8 @@ def estimate_recipe(
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=device_type,
+        fp8_head=training.fp8_head,
+        optimizer=training.optimizer,
     )
 
 
@@ -175,8 +187,10 @@ def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, Me
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
                 estimate = estimate_model_memory_gb(
-                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk
-                )
+                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk,
+                    fp8_head=recipe.training.fp8_head,
+                    optimizer=recipe.training.optimizer,
+                )  # fmt: skip
                 if estimate.total_bytes <= available_bytes:
                     return Setting(micro_batch, windows // micro_batch, every, chunk), estimate
     return None

@@ -145,3 +145,11 @@ def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
     again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
     assert estimate_recipe(again).total_bytes == estimate.total_bytes
     assert fastest_that_fits(RECIPE, 5 * 10**9) is None
+
+
+def test_muon_keeps_one_tensor_for_each_matrix():
+    items = estimate_model_memory_gb(on_meta(RECIPE.model), seq_len=64, batch_size=1, optimizer="muon").items
+    matrices = 403_513_344 - 12 * 768 * 8  # all that decays but the routers
+    others = 502_033_248 - matrices
+    assert items["Muon momentum (fp32)"] == 4 * matrices
+    assert items["AdamW moments (2 x fp32)"] == 8 * others
