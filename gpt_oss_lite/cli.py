@@ -20,6 +20,7 @@ import typer
 from gpt_oss_lite.report.commands import monitor, report
 from gpt_oss_lite.training import checkpoint_commands
 from gpt_oss_lite.training.doctor import doctor
+from gpt_oss_lite.training.ladder import plan
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.inspection import inspect
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command()(prepare)
 app.command()(verify)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.command()(report)
 app.command()(monitor)

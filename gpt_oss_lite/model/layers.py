@@ -20,6 +20,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return  # there is nothing to fill, and PyTorch takes its time over it
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

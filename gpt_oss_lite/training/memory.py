@@ -3,11 +3,16 @@
 The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
 saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
 later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+
+Several GPUs: the estimate is of one of them. Replicas (DDP) keep all of the state; under FSDP each rank keeps its share
+and gathers a block's weights when it needs them (Zhao et al., 2023); ranks that share a layer's routed experts keep
+only theirs.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +24,38 @@ from shared_data.console import say
 FP32 = 4
 # What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
 CUDA_RUNTIME_BYTES = 256 * 2**20
+
+
+# Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile;
+# and copies of a block's gradient: as it is made, and as it is sent.
+GATHERED_BLOCKS = 2
+SENT_GRADIENTS = 2
+
+
+class Layout(NamedTuple):
+    """How a run's ranks, one process a GPU, share the model's state."""
+
+    ranks: int = 1
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each rank has all weights, gradients and moments. fsdp: each has its share of them."""
+    expert_ranks: int = 1
+    """Ranks that share the routed experts of a layer; a divisor of ranks and of n_experts."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank keeps only its share of the state."""
+        return self.parallelism == "fsdp" and self.ranks > 1
+
+    def words(self) -> str:
+        """The layout for a person."""
+        if self.ranks == 1:
+            return "one GPU"
+        how = "FSDP, state shared by" if self.sharded else "DDP, a replica on each of"
+        experts = f", experts over groups of {self.expert_ranks}" if self.expert_ranks > 1 else ""
+        return f"{how} {self.ranks} GPUs{experts}"
+
+
+ONE_GPU = Layout()
 
 
 @dataclass(frozen=True)
@@ -52,8 +89,9 @@ def estimate_model_memory_gb(
     grad_checkpoint_every: int = 3,
     loss_chunk_size: int = 8192,
     device_type: str = "cuda",
+    layout: Layout = ONE_GPU,
 ) -> MemoryEstimate:
-    """Estimate the peak memory of training `model`.
+    """Estimate the peak memory of training `model`, on each GPU where there are several.
 
     Args:
         model: built on any device, "meta" included.
@@ -63,51 +101,89 @@ def estimate_model_memory_gb(
         grad_checkpoint_every: see there.
         loss_chunk_size: tokens whose logits are alive at one time.
         device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
+        layout: how several GPUs share the state.
 
     Returns:
         MemoryEstimate, whose total_gb is the figure in GB of 10^9 bytes.
     """
     config = model.config
     tokens = seq_len * batch_size
-    parameters = model.num_parameters()
+    state = _state_elements(model, layout)
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
     fused = _fused_halves(config, device_type)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
     recomputed = len(range(0, config.n_layers, grad_checkpoint_every)) if grad_checkpoint else 0
     block_input = tokens * compute * config.d_model
 
-    head_rows = config.embedding_rows
     chunk_tokens = min(loss_chunk_size, tokens)
     # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
     # their gradient lies beside them in the compute type where that is another one.
-    head_chunk = chunk_tokens * head_rows * (compute if fused.head else FP32 + (compute if compute != FP32 else 0))
-    head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
+    logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
+    head_chunk = chunk_tokens * config.embedding_rows * logit
+    head_weight_gradient = config.embedding_rows * config.d_model * FP32
+    hidden_gradient = tokens * config.d_model * compute
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
+    block_backward += state.sent_gradients * FP32
+    # The gradient of a shared-out embedding is whole until the end of the pass; otherwise it is among the gradients.
+    head_gone = head_chunk + hidden_gradient + (0 if layout.sharded else head_weight_gradient)
+    exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
     items = {
-        "weights (fp32)": FP32 * parameters,
-        "gradients (fp32)": FP32 * parameters,
-        "AdamW moments (2 x fp32)": 2 * FP32 * parameters,
-        f"weights in {config.dtype} for the products": compute * parameters if compute != FP32 else 0,
+        "weights (fp32)": FP32 * state.kept,
+        "gradients (fp32)": FP32 * state.kept,
+        "AdamW moments (2 x fp32)": 2 * FP32 * state.kept,
+        f"weights in {config.dtype} for the products": compute * state.used if compute != FP32 else 0,
+        "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
         f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
         f"head: chunk of {chunk_tokens:,} tokens": head_chunk,
-        "head: gradients of weight and hidden states": head_gradients,
-        "backward pass of a block beyond the head's": max(0, block_backward - head_chunk - head_gradients),
+        "head: gradients of weight and hidden states": head_weight_gradient + hidden_gradient,
+        "backward pass of a block beyond the head's": max(0, block_backward - head_gone),
+        "rows between the experts' ranks": exchanged,
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
     return MemoryEstimate({name: size for name, size in items.items() if size})
 
 
+class _StateElements(NamedTuple):
+    """Elements of parameters that a rank holds."""
+
+    kept: int
+    """Whose weights, gradients and moments it keeps."""
+    used: int
+    """Which its passes multiply by, so that it copies them into the compute dtype."""
+    gathered: int
+    """Whole fp32 weights that it holds beside what it keeps."""
+    sent_gradients: int
+    """Whole fp32 gradients of a block that it holds beside what it keeps."""
+
+
+def _state_elements(model: GPTOSS, layout: Layout) -> _StateElements:
+    routed = sum(parameter.numel() for name, parameter in model.named_parameters() if ".moe.experts." in name)
+    used = model.num_parameters() - routed + routed // layout.expert_ranks
+    if not layout.sharded:
+        return _StateElements(used, used, 0, 0)
+    blocks = sum(parameter.numel() for name, parameter in model.named_parameters() if name.startswith("blocks."))
+    block = (blocks - routed + routed // layout.expert_ranks) // model.config.n_layers
+    outside = model.num_parameters() - blocks
+    kept = -(-model.num_parameters() // layout.ranks)
+    return _StateElements(kept, used, outside + GATHERED_BLOCKS * block, SENT_GRADIENTS * block)
+
+
+@lru_cache(maxsize=8)
 def meta_model(config: ModelConfig) -> GPTOSS:
-    """A model without memory, for counting."""
+    """A model without memory, for counting: the same one each time, not to be changed."""
     with torch.device("meta"):
         return GPTOSS(config)
 
 
 def estimate_recipe(
-    recipe: Recipe, batch_size: int | None = None, seq_len: int | None = None, device_type: str = "cuda"
+    recipe: Recipe,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    device_type: str = "cuda",
+    layout: Layout = ONE_GPU,
 ) -> MemoryEstimate:
     """The estimate for a recipe, at its own micro-batch and window where no others are given."""
     training = recipe.training
@@ -119,6 +195,7 @@ def estimate_recipe(
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=device_type,
+        layout=layout,
     )
 
 
@@ -144,6 +221,7 @@ class Setting(NamedTuple):
 
     micro_batch_size: int
     gradient_accumulation_steps: int
+    """Micro-batches of a step, over all GPUs."""
     grad_checkpoint_every: int | None
     """Recompute every n-th block; None: none."""
     loss_chunk_size: int
@@ -160,25 +238,34 @@ class Setting(NamedTuple):
         ]
 
 
-def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, MemoryEstimate] | None:
+def fastest_that_fits(
+    recipe: Recipe, available_bytes: int, layout: Layout = ONE_GPU
+) -> tuple[Setting, MemoryEstimate] | None:
     """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
 
     As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
     small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
 
+    Args:
+        recipe: its windows per step are shared by the GPUs, each of which gets as many.
+        available_bytes: of each GPU.
+        layout: how several GPUs share the state.
+
     Returns:
         The setting and its estimate; None where nothing fits.
     """
-    windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
+    step_windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
+    windows = step_windows // layout.ranks
+    assert windows * layout.ranks == step_windows, (step_windows, layout)
     model = meta_model(recipe.model)
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
                 estimate = estimate_model_memory_gb(
-                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk
+                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk, layout=layout
                 )
                 if estimate.total_bytes <= available_bytes:
-                    return Setting(micro_batch, windows // micro_batch, every, chunk), estimate
+                    return Setting(micro_batch, step_windows // micro_batch, every, chunk), estimate
     return None
 
 
