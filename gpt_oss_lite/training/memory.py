@@ -58,6 +58,28 @@ class Layout(NamedTuple):
 ONE_GPU = Layout()
 
 
+class Setting(NamedTuple):
+    """How a recipe's step is cut to fit."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    """Micro-batches of a step, over all GPUs."""
+    grad_checkpoint_every: int | None
+    """Recompute every n-th block; None: none."""
+    loss_chunk_size: int
+
+    def overrides(self) -> list[str]:
+        """The setting as `--set` words."""
+        every = self.grad_checkpoint_every
+        return [
+            f"training.micro_batch_size={self.micro_batch_size}",
+            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            f"training.grad_checkpoint={'false' if every is None else 'true'}",
+            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
+            f"training.loss_chunk_size={self.loss_chunk_size}",
+        ]
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes by item."""
@@ -106,16 +128,29 @@ def estimate_model_memory_gb(
     Returns:
         MemoryEstimate, whose total_gb is the figure in GB of 10^9 bytes.
     """
-    config = model.config
-    tokens = seq_len * batch_size
-    state = _state_elements(model, layout)
+    every = grad_checkpoint_every if grad_checkpoint else None
+    setting = Setting(batch_size, 1, every, loss_chunk_size)
+    return _estimate(model.config, _ParameterCounts.of(model), setting, seq_len, device_type, layout)
+
+
+def _estimate(
+    config: ModelConfig,
+    counts: "_ParameterCounts",
+    setting: Setting,
+    seq_len: int,
+    device_type: str = "cuda",
+    layout: Layout = ONE_GPU,
+) -> MemoryEstimate:
+    """See `estimate_model_memory_gb`."""
+    tokens, every = seq_len * setting.micro_batch_size, setting.grad_checkpoint_every
+    state = _state_elements(counts, layout)
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
     fused = _fused_halves(config, device_type)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
-    recomputed = len(range(0, config.n_layers, grad_checkpoint_every)) if grad_checkpoint else 0
+    recomputed = len(range(0, config.n_layers, every)) if every else 0
     block_input = tokens * compute * config.d_model
 
-    chunk_tokens = min(loss_chunk_size, tokens)
+    chunk_tokens = min(setting.loss_chunk_size, tokens)
     # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
     # their gradient lies beside them in the compute type where that is another one.
     logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
@@ -146,6 +181,29 @@ def estimate_model_memory_gb(
     return MemoryEstimate({name: size for name, size in items.items() if size})
 
 
+class _ParameterCounts(NamedTuple):
+    """Parameters of a model by where they are."""
+
+    routed: int
+    """In routed experts."""
+    block: int
+    """In the rest of one block."""
+    outside: int
+    """Outside the blocks."""
+    n_layers: int
+
+    @classmethod
+    def of(cls, model: GPTOSS) -> "_ParameterCounts":
+        """Those of a model, on any device."""
+        routed = blocks = total = 0
+        for name, parameter in model.named_parameters():
+            total += parameter.numel()
+            blocks += parameter.numel() if name.startswith("blocks.") else 0
+            routed += parameter.numel() if ".moe.experts." in name else 0
+        n_layers = model.config.n_layers
+        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers)
+
+
 class _StateElements(NamedTuple):
     """Elements of parameters that a rank holds."""
 
@@ -159,16 +217,15 @@ class _StateElements(NamedTuple):
     """Whole fp32 gradients of a block that it holds beside what it keeps."""
 
 
-def _state_elements(model: GPTOSS, layout: Layout) -> _StateElements:
-    routed = sum(parameter.numel() for name, parameter in model.named_parameters() if ".moe.experts." in name)
-    used = model.num_parameters() - routed + routed // layout.expert_ranks
+def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
+    dense = counts.outside + counts.n_layers * counts.block
+    own_experts = counts.routed // layout.expert_ranks
     if not layout.sharded:
-        return _StateElements(used, used, 0, 0)
-    blocks = sum(parameter.numel() for name, parameter in model.named_parameters() if name.startswith("blocks."))
-    block = (blocks - routed + routed // layout.expert_ranks) // model.config.n_layers
-    outside = model.num_parameters() - blocks
-    kept = -(-model.num_parameters() // layout.ranks)
-    return _StateElements(kept, used, outside + GATHERED_BLOCKS * block, SENT_GRADIENTS * block)
+        return _StateElements(dense + own_experts, dense + own_experts, 0, 0)
+    block = counts.block + own_experts // counts.n_layers
+    kept = -(-(dense + counts.routed) // layout.ranks)
+    gathered = counts.outside + GATHERED_BLOCKS * block
+    return _StateElements(kept, dense + own_experts, gathered, SENT_GRADIENTS * block)
 
 
 @lru_cache(maxsize=8)
@@ -216,28 +273,6 @@ def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
     )
 
 
-class Setting(NamedTuple):
-    """How a recipe's step is cut to fit."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    """Micro-batches of a step, over all GPUs."""
-    grad_checkpoint_every: int | None
-    """Recompute every n-th block; None: none."""
-    loss_chunk_size: int
-
-    def overrides(self) -> list[str]:
-        """The setting as `--set` words."""
-        every = self.grad_checkpoint_every
-        return [
-            f"training.micro_batch_size={self.micro_batch_size}",
-            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
-            f"training.grad_checkpoint={'false' if every is None else 'true'}",
-            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
-            f"training.loss_chunk_size={self.loss_chunk_size}",
-        ]
-
-
 def fastest_that_fits(
     recipe: Recipe, available_bytes: int, layout: Layout = ONE_GPU
 ) -> tuple[Setting, MemoryEstimate] | None:
@@ -257,15 +292,14 @@ def fastest_that_fits(
     step_windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
     windows = step_windows // layout.ranks
     assert windows * layout.ranks == step_windows, (step_windows, layout)
-    model = meta_model(recipe.model)
+    counts = _ParameterCounts.of(meta_model(recipe.model))
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
-                estimate = estimate_model_memory_gb(
-                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk, layout=layout
-                )
+                setting = Setting(micro_batch, step_windows // micro_batch, every, chunk)
+                estimate = _estimate(recipe.model, counts, setting, recipe.model.max_seq_len, layout=layout)
                 if estimate.total_bytes <= available_bytes:
-                    return Setting(micro_batch, step_windows // micro_batch, every, chunk), estimate
+                    return setting, estimate
     return None
 
 
