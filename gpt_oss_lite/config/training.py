@@ -49,6 +49,14 @@ class TrainingConfig(ConfigBlock):
     """Weight of the router z-loss (ST-MoE, eq. 5); 0: off."""
     loss_chunk_size: int = Field(8192, ge=1)
     """Tokens whose logits are alive at one time."""
+    aux_loss_scope: Literal["micro_batch", "ranks"] = "micro_batch"
+    """Tokens whose expert shares the load-balancing loss uses: one micro-batch's, or those of all ranks together."""
+
+    # Several GPUs
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a replica on every rank (ddp), or weights, gradients and moments in shards (fsdp)."""
+    distributed_timeout_s: float = Field(60.0, ge=1)
+    """Seconds within which a rank that was killed or hangs ends the job, with an error that names it."""
 
     # Speed and memory
     compile: bool = False

@@ -54,15 +54,19 @@ def _permutation(n_windows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """Yields the windows of one micro-batch after another, for ever; a `batch_sampler` of torch's DataLoader."""
+    """Yields the windows of this rank's micro-batches, one after another, for ever; a `batch_sampler` of torch's
+    DataLoader."""
 
     order: DataOrder
     position: int
     """Where in the stream the first micro-batch starts."""
     micro_batch_size: int
+    rank: int = 0
+    """The first micro-batch is the first rank's, the next one the next rank's, and so round."""
+    ranks: int = 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        position = self.position
+        position = self.position + self.rank * self.micro_batch_size
         while True:
             yield self.order.windows(position, self.micro_batch_size).tolist()
-            position += self.micro_batch_size
+            position += self.ranks * self.micro_batch_size

@@ -16,6 +16,7 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, che
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
@@ -23,6 +24,7 @@ from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
+from gpt_oss_lite.training.parallel import Parallel, share_model
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, plan_run
 from gpt_oss_lite.training.profiling import StepProfiler
 from gpt_oss_lite.training.run_folder import (
@@ -63,6 +65,7 @@ class Run:
     """The live objects of a run."""
 
     recipe: Recipe
+    ranks: Ranks
     folder: Path
     seed: int
     init_from: str | None
@@ -74,7 +77,9 @@ class Run:
     validation: PretrainDataset | None
     order: DataOrder
     model: GPTOSS
+    parallel: Parallel
     forward: Forward
+    """`parallel.forward`."""
     optimizer: AdamW
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
@@ -85,6 +90,7 @@ class Run:
     logger: TrainingLogger
     throughput: Throughput
     peak_flops: float | None
+    """Of all ranks' devices together."""
     state: RunState
     batches: Iterator[MicroBatch]
     profiler: StepProfiler | None = None
@@ -103,7 +109,7 @@ class Run:
 
     def open_stream(self) -> None:
         """Start loading from the run's position; what was loaded ahead is dropped."""
-        self.batches = open_stream(self.dataset, self.order, self.position, self.recipe, self.device)
+        self.batches = open_stream(self.dataset, self.order, self.position, self.recipe, self.device, self.ranks)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint's meta holds besides its files."""
@@ -122,13 +128,10 @@ class Run:
 
 def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
-    options, recipe, training = plan.options, plan.recipe, plan.recipe.training
-    if not plan.resuming:
-        seed = fresh_seed() if options.seed is None else options.seed
-        record_new_run(plan.folder, recipe, seed, plan.corpus, _init_source(options.init_from))
-    record = read_record(plan.folder)
+    options, recipe, training, ranks = plan.options, plan.recipe, plan.recipe.training, plan.ranks
+    record, files = ranks.from_main(lambda: _recorded(plan))
     seed = record["seed"]
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = ranks.device
     knobs = set_knobs(training.deterministic)
     seed_everything(seed)
     model = GPTOSS(recipe.model).to(device)
@@ -138,23 +141,26 @@ def open_run(plan: Plan) -> Run:
     # The fused path's kernels are written out already, and a compiler could only split its graph around them.
     if training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device)):
         forward = compiled_or_plain(forward, training.compile_mode)
+    parallel = share_model(model, forward, training, ranks)
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
     order = DataOrder(len(plan.dataset), seed)
     checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
+        ranks=ranks,
         folder=plan.folder,
         seed=seed,
         init_from=record["init_from"],
-        files=run_files(plan.folder),
+        files=files,
         device=device,
         stop_step=options.max_steps or training.total_steps,
         dataset=plan.dataset,
         validation=plan.validation,
         order=order,
         model=model,
-        forward=forward,
+        parallel=parallel,
+        forward=parallel.forward,
         optimizer=optimizer,
         scheduler=scheduler,
         start_schedule=scheduler.state_dict(),
@@ -165,17 +171,31 @@ def open_run(plan: Plan) -> Run:
         logger=TrainingLogger(
             plan.folder,
             suffix="" if training.nan_guard else " | NaN guard OFF",
-            trackers=open_trackers(plan.folder, recipe),
+            trackers=open_trackers(plan.folder, recipe) if ranks.is_main else (),
+            writes=ranks.is_main,
         ),
         throughput=Throughput(),
-        peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        peak_flops=_peak_flops(device, ranks),
         state=RunState(),
         batches=iter(()),
-        profiler=None if options.profile is None else StepProfiler(plan.folder, options.profile),
+        profiler=None if options.profile is None or not ranks.is_main else StepProfiler(plan.folder, options.profile),
     )
     _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)
     return run
+
+
+def _recorded(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    """run.json, written before where the run is new, and the texts of the run's files."""
+    if not plan.resuming:
+        seed = fresh_seed() if plan.options.seed is None else plan.options.seed
+        record_new_run(plan.folder, plan.recipe, seed, plan.corpus, _init_source(plan.options.init_from))
+    return read_record(plan.folder), run_files(plan.folder)
+
+
+def _peak_flops(device: torch.device, ranks: Ranks) -> float | None:
+    peak = device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if peak is None else peak * ranks.size
 
 
 def _init_source(init_from: Path | None) -> str | None:
@@ -192,6 +212,9 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
     say(f"[data] {run.dataset.path}: {size}; {tokens:,} tokens a step")
+    if run.ranks.size > 1:
+        share = training.gradient_accumulation_steps // run.ranks.size
+        say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
     estimate = estimate_model_memory_gb(
         run.model,
         seq_len=recipe.model.max_seq_len,
@@ -220,7 +243,7 @@ def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, st
 
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
-    run.checkpoints.remove_leftovers()
+    run.ranks.from_main(run.checkpoints.remove_leftovers, share=False)
     if plan.resume_step is not None:
         restore_checkpoint(run, plan.resume_step)
     elif run.init_from is not None:
@@ -261,7 +284,7 @@ def restore_start(run: Run) -> None:
 def load_other_weights(run: Run, init_from: str) -> None:
     """Start from the newest good weights of another run; nothing else of it is taken."""
     source = CheckpointManager(checkpoint_folder(init_from))
-    step = source.newest_good()
+    step = run.ranks.from_main(source.newest_good)
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no good checkpoint")
     source.load(run.model, step)

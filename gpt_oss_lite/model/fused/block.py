@@ -108,6 +108,6 @@ class FusedBlock:
         x_BTD, aux, z_loss, load_E, entropy = fused_moe(
             x_BTD, self._moe, block.moe_norm.weight, moe.router.weight, moe.router.bias,
             [expert.gate_proj.weight for expert in experts], [expert.up_proj.weight for expert in experts],
-            [expert.down_proj.weight for expert in experts],
+            [expert.down_proj.weight for expert in experts], moe.load_to_balance,
         )  # fmt: skip
         return x_BTD, LayerStats(aux, z_loss, load_E, entropy)
