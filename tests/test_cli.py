@@ -14,7 +14,8 @@ from shared_data.console import run_app
 ROOT = Path(__file__).parents[1]
 RECIPE = str(ROOT / "configs/pretrain_a100_502m.yaml")
 COMMANDS = [
-    "pretrain", "generate", "eval", "passkey", "export", "import", "prepare", "verify", "estimate", "report", "monitor",
+    "pretrain", "generate", "eval", "passkey", "export", "import", "prepare", "verify", "estimate", "plan", "report",
+    "monitor",
 ]  # fmt: skip
 
 

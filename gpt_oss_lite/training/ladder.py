@@ -177,7 +177,8 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
 
     idle = f" of {cluster.gpus}" if proposal.gpus < cluster.gpus else ""
     recomputed = proposal.grad_checkpoint_every
-    blocks = "nothing recomputed" if recomputed is None else f"one block in {recomputed} recomputed"
+    share = "every block" if recomputed == 1 else f"one block in {recomputed}"
+    blocks = "nothing recomputed" if recomputed is None else f"{share} recomputed"
     yield (
         f"recipe     {proposal.config}: {proposal.parameters:,} parameters, {proposal.active_parameters:,} active per "
         f"token, {proposal.tokens:,} tokens"
@@ -211,7 +212,8 @@ def launch_line(config: str, setting: "Setting", layout: "Layout", cluster: Clus
     elif layout.ranks > 1:
         start = f"torchrun --standalone --nproc-per-node {per_node}"
     words = ["training/pretrain.py", "--config", config, "--auto-resume"]
-    for override in setting.overrides():
+    parallelism = [f"training.parallelism={layout.parallelism}"] if layout.ranks > 1 else []
+    for override in [*parallelism, *setting.overrides()]:
         words += ["--set", override]
     return f"{start} {shlex.join(words)}"
 
