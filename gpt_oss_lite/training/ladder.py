@@ -28,6 +28,7 @@ HEADROOM = 0.95
 """Share of a GPU's memory that an estimate may fill: it was 3 % off at worst, without the buffers of NCCL."""
 ABOUT_AS_FAST = 1.05
 """A layout may take so many times the fastest one's hours if it needs fewer GPUs."""
+MAX_RESTARTS = 3
 PARALLELISM: tuple[Literal["ddp", "fsdp"], ...] = ("ddp", "fsdp")
 
 
@@ -204,14 +205,12 @@ def launch_line(config: str, setting: "Setting", layout: "Layout", cluster: Clus
     per_node = min(layout.ranks, cluster.gpus_per_node)
     nodes = layout.ranks // per_node
     start = "python"
-    if nodes > 1:
-        start = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d "
-            '--rdzv-endpoint "$FIRST_NODE:29500" --rdzv-id "$JOB"'
-        )
-    elif layout.ranks > 1:
-        start = f"torchrun --standalone --nproc-per-node {per_node}"
-    words = ["training/pretrain.py", "--config", config, "--auto-resume"]
+    if layout.ranks > 1:
+        meeting = "--standalone"
+        if nodes > 1:
+            meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500" --rdzv-id "$JOB"'
+        start = f"torchrun {meeting} --nproc-per-node {per_node} --max-restarts {MAX_RESTARTS}"
+    words = ["training/pretrain.py", "--config", config, "--out", f"runs/{Path(config).stem}", "--auto-resume"]
     parallelism = [f"training.parallelism={layout.parallelism}"] if layout.ranks > 1 else []
     for override in [*parallelism, *setting.overrides()]:
         words += ["--set", override]
