@@ -24,6 +24,7 @@ from shared_data.errors import UserError
 from shared_data.tokenizer import load_tokenizer
 
 TEXT_CHARACTERS = 160
+NOT_RUN = "not run again, since the model is in shards: go on in one process to find the first non-finite value"
 NOT_AGAIN = "nothing non-finite when run again: look at the hardware, or set training.deterministic to rule out chance"
 
 
@@ -67,14 +68,23 @@ class Diagnosis:
 
 
 def diagnose(
-    model: GPTOSS, dataset: PretrainDataset, order: DataOrder, skip: SkippedStep, micro_batch_size: int, chunk_size: int
+    model: GPTOSS | None,
+    dataset: PretrainDataset,
+    order: DataOrder,
+    skip: SkippedStep,
+    micro_batch_size: int,
+    chunk_size: int,
 ) -> Diagnosis:
-    """Look into the first flagged micro-batch of a skipped step. Gradients are lost; weights stay."""
+    """Look into the first flagged micro-batch of a skipped step. Gradients are lost; weights stay.
+
+    Args:
+        model: None: only the windows are looked at.
+    """
     micro_batch = skip.micro_batches[0]
     windows = order.windows(skip.position + micro_batch * micro_batch_size, micro_batch_size).tolist()
     pairs = [dataset[window] for window in windows]
     ids_BT, targets_BT = (torch.stack([pair[part] for pair in pairs]) for part in (0, 1))
-    where = first_non_finite(model, dataset, ids_BT, targets_BT, chunk_size)
+    where = NOT_RUN if model is None else first_non_finite(model, dataset, ids_BT, targets_BT, chunk_size)
     return Diagnosis(skip.step, micro_batch, [report_window(dataset, window) for window in windows], where)
 
 

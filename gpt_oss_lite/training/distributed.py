@@ -126,6 +126,12 @@ class Ranks:
             complain(f"error: {reason}")
         self.liveness.leave(failed=reason)
 
+    def find_the_missing(self, error: Exception) -> None:
+        """Where an operation broke because another rank is gone: wait until that rank is named, which ends this
+        process. Signals must still be handled then: the launcher sends SIGTERM at once."""
+        if self.liveness is not None and is_lost_connection(error):
+            self.liveness.wait_for_verdict()
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank has, in their order, on every rank."""
         if self.size == 1:
@@ -133,6 +139,12 @@ class Ranks:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may lie in shards, one on each rank, which all call this; any other is itself."""
+    # By its method: importing DTensor takes a second that a process alone need not spend.
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def launched_together() -> bool:
@@ -185,8 +197,6 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         liveness.leave()
         raise
     except Exception as error:
-        if is_lost_connection(error):
-            liveness.wait_for_verdict()
         liveness.leave(failed=str(error))
         raise
     liveness.leave()

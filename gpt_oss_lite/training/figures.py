@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
 from gpt_oss_lite.model.transformer import GPTOSS, RouterStats
-from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.distributed import Ranks, whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def of_all_micro_batches(ranks: Ranks, results: list[tuple[Tensor, Tensor, Route
 @torch.no_grad()
 def sink_means(model: GPTOSS) -> list[float] | None:
     """Mean over a layer's heads of the sink logits, as attention clamps them, by layer; None without sinks."""
-    sinks: list[Tensor] = [sink_H for name, sink_H in model.named_parameters() if name.endswith("sink_bias")]
+    sinks: list[Tensor] = [whole(sink_H) for name, sink_H in model.named_parameters() if name.endswith("sink_bias")]
     return torch.stack(sinks).clamp(SINK_MIN, SINK_MAX).mean(dim=1).tolist() if sinks else None
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ LONGEST_TICK_S = 1.0
 SILENCE_SHARE = 0.6
 # A rank that fails says why and leaves first, so that the launcher takes it for the cause.
 PAUSE_FOR_THE_FAILED_S = 5.0
+# What a first rank that failed gives the others to read so.
+LAST_WAIT_S = 3.0
 
 
 class Liveness:
@@ -40,7 +43,7 @@ class Liveness:
     """
 
     def __init__(self, store: "distributed.Store", rank: int, size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._watched = store, rank, (rank + 1) % size
+        self._store, self._rank, self._size, self._watched = store, rank, size, (rank + 1) % size
         self._tick_s = min(LONGEST_TICK_S, timeout_s / 20)
         self._silence_s = SILENCE_SHARE * timeout_s
         self._over = threading.Event()
@@ -52,20 +55,23 @@ class Liveness:
         self._thread.start()
 
     def leave(self, failed: str | None = None) -> None:
-        """This rank is done: its silence means nothing from now on.
+        """This rank is done: its silence means nothing from now on. The first rank, which may host the store, leaves
+        last.
 
         Args:
             failed: why, where it leaves because of an error of its own, which the other ranks cannot go on after.
         """
         self._over.set()
         self._thread.join()
-        try:
+        # A store that has gone with its launcher has no reader left, and ranks that do not leave are ended by others.
+        with contextlib.suppress(RuntimeError):
             if failed is None:
                 self._store.set(f"left/{self._rank}", "1")
             else:
                 self._accuse(self._rank, "failed: " + " ".join(failed.split()))
-        except RuntimeError:
-            pass  # the store has gone with the launcher: nobody is left to read it
+            if self._rank == 0:
+                others = [f"left/{rank}" for rank in range(1, self._size)]
+                self._store.wait(others, timedelta(seconds=LAST_WAIT_S if failed else self._silence_s))
 
     def wait_for_verdict(self) -> None:
         """An operation broke, so some rank is missing: give the watchers the time to name it, which ends this

@@ -77,6 +77,9 @@ def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
             report_out_of_memory(run.recipe, run.folder)
             ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
+        except Exception as error:
+            ranks.find_the_missing(error)
+            raise
         except KeyboardInterrupt:
             if run.saver.busy:
                 # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
@@ -108,7 +111,7 @@ def train(run: Run, stop: StopRequest) -> int:
     if run.state.step >= run.stop_step:
         say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
-    if run.ranks.is_main:
+    if run.ranks.is_main and not run.parallel.sharded:
         run.saver.reserve(run.model)
     try:
         # The log has a line every so often; in a terminal a bar goes on below it.
@@ -295,6 +298,7 @@ def evaluate_now(run: Run) -> None:
             label=f"evaluate step {step}",
             ranks=run.ranks,
         )
+        run.parallel.after_evaluation()
     run.logger.event("eval", step, **evaluation.as_dict())
     bpb = evaluation.total.bits_per_byte
     say(f"eval {step:>6} | loss {evaluation.total.loss:.4f} | bits per byte {'n/a' if bpb is None else f'{bpb:.4f}'}")
@@ -303,17 +307,27 @@ def evaluate_now(run: Run) -> None:
 def save(run: Run) -> None:
     """Start writing the checkpoint of the last step; training stands still for the copy alone."""
     with run.throughput.paused():
-        run.ranks.from_main(partial(start_saving, run), share=False)
+        if run.parallel.sharded:
+            run.ranks.from_main(partial(sync_log, run), share=False)
+            words = run.optimizer, run.state.step, run.scheduler, run.meta(), run.ranks
+            run.waits[run.state.step] = run.saver.save_in_shards(run.model, *words)
+        else:
+            run.ranks.from_main(partial(start_saving, run), share=False)
 
 
 def start_saving(run: Run) -> None:
-    """`save`, on the rank that writes."""
-    try:
-        run.logger.sync()  # so that the log never ends before its checkpoint
-    except OSError as error:
-        say(f"WARNING: the log could not be made durable: {describe(error)}")
+    """`save` of a whole model, on the rank that writes."""
+    sync_log(run)
     waited = run.saver.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
     run.waits[run.state.step] = waited
+
+
+def sync_log(run: Run) -> None:
+    """Make the log durable, so that it never ends before its checkpoint."""
+    try:
+        run.logger.sync()
+    except OSError as error:
+        say(f"WARNING: the log could not be made durable: {describe(error)}")
 
 
 def report_saves(run: Run, outcomes: list[Outcome]) -> None:
@@ -397,7 +411,9 @@ def give_up(run: Run, skipped: list[SkippedStep]) -> int:
     """Record that the NaN guard has no rollback left, with a diagnosis; the exit code."""
     last, training = skipped[-1], run.recipe.training
     run.model.average_expert_load_by(None)  # this rank looks alone
-    diagnosis = diagnose(run.model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
+    # A sharded model runs on all ranks or on none: then only the windows are looked at.
+    model = None if run.parallel.sharded else run.model
+    diagnosis = diagnose(model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
     run.logger.event(
         "give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position, diagnosis=diagnosis.as_dict()
     )

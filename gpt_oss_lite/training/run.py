@@ -35,6 +35,7 @@ from gpt_oss_lite.training.run_folder import (
 )
 from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import fresh_seed, seed_everything
+from gpt_oss_lite.training.snapshot import set_weights
 from gpt_oss_lite.training.spikes import SpikeWatch
 from gpt_oss_lite.training.stream import MicroBatch, open_stream
 from gpt_oss_lite.training.trackers import open_trackers
@@ -137,11 +138,14 @@ def open_run(plan: Plan) -> Run:
     model = GPTOSS(recipe.model).to(device)
     if training.grad_checkpoint:
         model.enable_gradient_checkpointing(training.grad_checkpoint_every)
-    forward: Forward = model.hidden_states
     # The fused path's kernels are written out already, and a compiler could only split its graph around them.
-    if training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device)):
-        forward = compiled_or_plain(forward, training.compile_mode)
-    parallel = share_model(model, forward, training, ranks)
+    compiling = training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device))
+    parallel = share_model(
+        model,
+        training,
+        ranks,
+        lambda forward: compiled_or_plain(forward, training.compile_mode) if compiling else forward,
+    )
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
     order = DataOrder(len(plan.dataset), seed)
@@ -269,7 +273,7 @@ def restore_checkpoint(run: Run, step: int) -> None:
 def restore_start(run: Run) -> None:
     """Put everything back to before the first step: the weights are made again from the seed, or read again."""
     seed_everything(run.seed)
-    run.model.load_state_dict(GPTOSS(run.recipe.model).state_dict())
+    set_weights(run.model, GPTOSS(run.recipe.model).state_dict())
     if run.init_from is not None:
         load_other_weights(run, run.init_from)
     run.optimizer.state.clear()
