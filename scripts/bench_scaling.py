@@ -12,6 +12,7 @@ and nothing more. Exit code 1 when the first ratio is below --at-least, or a run
 
 import gzip
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import typer
 from gpt_oss_lite.cli import AsJson, Overrides, print_json
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
+from gpt_oss_lite.training.memory import step_windows
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 
@@ -110,7 +112,7 @@ def rows(recipe: Recipe, ranks: int) -> list[Row]:
         UserError: the ranks cannot share a step's windows evenly.
     """
     micro, accumulation = recipe.training.micro_batch_size, recipe.training.gradient_accumulation_steps
-    windows = micro * accumulation
+    windows = step_windows(recipe)
     if windows % ranks:
         raise UserError(f"--ranks is {ranks}: it must divide the {windows} windows of the recipe's step")
     size = max(size for size in range(1, micro + 1) if windows // ranks % size == 0)
@@ -171,8 +173,7 @@ class TestBed:
             "--max-steps", max_steps, *words, *(word for setting in settings for word in ("--set", setting)),
         ]  # fmt: skip
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-        for file in run.glob("checkpoints/*"):
-            file.unlink()  # the last step's, which every run saves
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the last step's, which every run saves
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             said = [line for line in lines if "error" in line.lower()]

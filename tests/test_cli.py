@@ -127,6 +127,17 @@ def test_estimate_prints_the_described_figures(capsys):
     assert "parameters: 502,033,248, active per token: 247,229,280; 1,603,584,000 FLOP/token" in capsys.readouterr().out
 
 
+def test_estimate_is_of_one_of_the_gpus_that_share_a_step(capsys):
+    recipe = str(ROOT / "configs/pretrain_7b.yaml")  # parallelism: fsdp
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "64", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["weights (fp32)"] == 4 * 7_134_107_584 // 64
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "64", "--gpu-gb", "40", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["micro_batch_size"], found["gradient_accumulation_steps"]) == (1, 256)
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "3") == 2
+    assert "--ranks is 3: it must divide the 256 windows of the recipe's step" in capsys.readouterr().err
+
+
 def test_generate_repeats_itself_with_a_seed_and_only_then(run, capsys):
     def text(*words):
         assert gpt_oss_lite("generate", "--checkpoint", run, "--prompt", "A sent", "--max-new-tokens", "8", *words) == 0

@@ -128,8 +128,7 @@ def simplest_of_the_fast(proposals: list[Proposal]) -> Proposal:
 
 def layouts(recipe: Recipe, config: str, cluster: Cluster) -> Iterator[Proposal]:
     """A recipe in every layout that shares its step evenly between some of the GPUs and fits."""
-    from gpt_oss_lite.training.memory import Layout, fastest_that_fits
-    from gpt_oss_lite.training.scaling import step_windows
+    from gpt_oss_lite.training.memory import Layout, fastest_that_fits, step_windows
 
     for ranks in usable_ranks(step_windows(recipe), cluster.gpus, cluster.gpus_per_node):
         for parallelism in PARALLELISM if ranks > 1 else PARALLELISM[:1]:
@@ -143,8 +142,8 @@ def _proposal(
     recipe: Recipe, config: str, cluster: Cluster, layout: "Layout", setting: "Setting", estimate: "MemoryEstimate"
 ) -> Proposal:
     from gpt_oss_lite.training.flops import mfu
-    from gpt_oss_lite.training.memory import meta_model
-    from gpt_oss_lite.training.scaling import step_time, step_windows
+    from gpt_oss_lite.training.memory import meta_model, step_windows
+    from gpt_oss_lite.training.scaling import step_time
 
     model, time = meta_model(recipe.model), step_time(recipe, setting, layout, cluster)
     windows, seq_len = step_windows(recipe), recipe.model.max_seq_len

@@ -273,6 +273,11 @@ def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
     )
 
 
+def step_windows(recipe: Recipe) -> int:
+    """Windows of a step, over all GPUs."""
+    return recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
+
+
 def fastest_that_fits(
     recipe: Recipe, available_bytes: int, layout: Layout = ONE_GPU
 ) -> tuple[Setting, MemoryEstimate] | None:
@@ -289,14 +294,13 @@ def fastest_that_fits(
     Returns:
         The setting and its estimate; None where nothing fits.
     """
-    step_windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
-    windows = step_windows // layout.ranks
-    assert windows * layout.ranks == step_windows, (step_windows, layout)
+    windows = step_windows(recipe) // layout.ranks
+    assert windows * layout.ranks == step_windows(recipe), layout
     counts = _ParameterCounts.of(meta_model(recipe.model))
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
-                setting = Setting(micro_batch, step_windows // micro_batch, every, chunk)
+                setting = Setting(micro_batch, step_windows(recipe) // micro_batch, every, chunk)
                 estimate = _estimate(recipe.model, counts, setting, recipe.model.max_seq_len, layout=layout)
                 if estimate.total_bytes <= available_bytes:
                     return setting, estimate

@@ -88,8 +88,3 @@ def step_time(recipe: Recipe, setting: Setting, layout: Layout, cluster: Cluster
         exposed = max(exchange - OVERLAP * BACKWARD_SHARE * micro, 2 * last)
     waiting = (passes * micro + exposed) * (1 / TEAM_EFFICIENCY - 1)
     return StepTime(passes * micro, exposed, exchange, waiting)
-
-
-def step_windows(recipe: Recipe) -> int:
-    """Windows of a step over all GPUs."""
-    return recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
