@@ -82,9 +82,14 @@ def test_within_ten_percent_of_the_peaks_measured_on_an_h200(batch_size, checkpo
     assert estimate.total_gb == pytest.approx(measured_gb, rel=0.1)
 
 
-def test_saved_activations_are_what_autograd_keeps():
+@pytest.mark.parametrize(
+    "changes", [{}, {"d_model": 192, "n_heads": 2, "n_kv_heads": 1, "head_dim": 96, "n_experts": 16,
+                     "expert_hidden_size": 384}], ids=["small", "of the 7B recipe's shape"]
+)  # fmt: skip
+def test_saved_activations_are_what_autograd_keeps(changes):
     batch_size, seq_len = 2, 128
-    two, four = SMALL.replace(n_layers=2), SMALL
+    four = SMALL.replace(**changes)
+    two = four.replace(n_layers=2)
     per_two_blocks = saved_bytes(four, batch_size, seq_len) - saved_bytes(two, batch_size, seq_len)
     estimates = [
         estimate_model_memory_gb(on_meta(config), seq_len, batch_size, device_type="cpu") for config in (two, four)
