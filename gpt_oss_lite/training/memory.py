@@ -39,7 +39,8 @@ class Layout(NamedTuple):
     parallelism: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each rank has all weights, gradients and moments. fsdp: each has its share of them."""
     expert_ranks: int = 1
-    """Ranks that share the routed experts of a layer; a divisor of ranks and of n_experts."""
+    """Ranks that share the routed experts of a layer, which then take the reference path; with ddp only. A divisor of
+    ranks and of n_experts."""
 
     @property
     def sharded(self) -> bool:
@@ -146,6 +147,8 @@ def _estimate(
     state = _state_elements(counts, layout)
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
     fused = _fused_halves(config, device_type)
+    if layout.expert_ranks > 1:
+        fused = fused._replace(moe=False)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
     recomputed = len(range(0, config.n_layers, every)) if every else 0
     block_input = tokens * compute * config.d_model
@@ -218,14 +221,12 @@ class _StateElements(NamedTuple):
 
 
 def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
-    dense = counts.outside + counts.n_layers * counts.block
-    own_experts = counts.routed // layout.expert_ranks
+    used = counts.outside + counts.n_layers * counts.block + counts.routed // layout.expert_ranks
     if not layout.sharded:
-        return _StateElements(dense + own_experts, dense + own_experts, 0, 0)
-    block = counts.block + own_experts // counts.n_layers
-    kept = -(-(dense + counts.routed) // layout.ranks)
+        return _StateElements(used, used, 0, 0)
+    block = counts.block + counts.routed // counts.n_layers
     gathered = counts.outside + GATHERED_BLOCKS * block
-    return _StateElements(kept, dense + own_experts, gathered, SENT_GRADIENTS * block)
+    return _StateElements(-(-used // layout.ranks), used, gathered, SENT_GRADIENTS * block)
 
 
 @lru_cache(maxsize=8)

@@ -194,18 +194,18 @@ def test_one_rank_shards_nothing():
     assert estimate_7b(layout=Layout(1, "fsdp")).items == estimate_7b().items
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
-def test_ranks_that_share_the_experts_keep_their_own(parallelism):
+def test_ranks_that_share_the_experts_keep_their_own():
     """Of 16 experts each of 8 ranks has 2, the number that a token uses: the active parameters."""
-    items = estimate_7b(layout=Layout(ranks=16, parallelism=parallelism, expert_ranks=8)).items
-    active = 1_585_043_392
-    kept = active if parallelism == "ddp" else TOTAL_7B // 16
-    assert sum(items[name] for name in STATE) == 16 * kept
+    items = estimate_7b(layout=Layout(ranks=16, expert_ranks=8)).items
+    active = TOTAL_7B - 28 * 14 * EXPERT_7B
+    assert active == 1_585_043_392
+    assert sum(items[name] for name in STATE) == 16 * active
     assert items["weights in bf16 for the products"] == 2 * active
     assert items["rows between the experts' ranks"] == 2 * 4096 * 2 * 1536 * 2
-    if parallelism == "fsdp":
-        gathered = OUTSIDE_7B + 2 * (BLOCK_7B - 14 * EXPERT_7B)
-        assert items["gathered weights: embedding and two blocks (fp32)"] == 4 * gathered
+    # On the reference path, each token's 2 + 1 experts also save silu(gate), and the 2 routed ones their outputs.
+    beyond = items["saved activations (28 blocks)"] - estimate_7b().items["saved activations (28 blocks)"]
+    statistics = 4 * (2 + 16 + 4 * 2)
+    assert beyond == 28 * 4096 * (2 * (3 * 3072 + 2 * 1536) - statistics)
 
 
 def test_several_gpus_share_a_steps_windows():
