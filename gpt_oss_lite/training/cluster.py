@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from gpt_oss_lite.training.flops import device_peak_flops
+from gpt_oss_lite.training.flops import card_name, device_peak_flops
 from shared_data.errors import UserError
 
 # Bytes per second of one GPU's links to the others of its node, in one direction: half of the data sheets' figure for
@@ -14,7 +14,7 @@ _PCIE = 32e9
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The GPUs that are there."""
+    """The GPUs that are there. A name that is not known is a UserError."""
 
     gpus: int
     gpu: str = "NVIDIA H100 80GB HBM3"
@@ -25,25 +25,24 @@ class Cluster:
     network_gbit: float = 400.0
     """Rate of the network for each GPU of a node, in Gbit/s: NDR InfiniBand, a port a GPU."""
 
-    @property
-    def peak_flops(self) -> float:
-        """Dense bf16 peak of a GPU in FLOP/s.
-
-        Raises:
-            UserError: the GPU is not known.
-        """
-        peak = device_peak_flops(self.gpu)
-        if peak is None:
+    def __post_init__(self) -> None:
+        if device_peak_flops(self.gpu) is None:
             raise UserError(
                 f"--gpu is {self.gpu}: its peak is not known; it must be a name as CUDA reports it, such as "
                 "'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB' or 'NVIDIA B200'"
             )
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bf16 peak of a GPU in FLOP/s."""
+        peak = device_peak_flops(self.gpu)
+        assert peak is not None
         return peak
 
     def link_rate(self, ranks: int) -> float:
         """Bytes per second and GPU, in one direction, of an exchange between `ranks` GPUs, of whole nodes where they
         do not fit into one. Every port of a node carries a part of an exchange that leaves it."""
-        card = re.sub(r"^(NVIDIA|Tesla|GeForce| )+", "", self.gpu).strip()
+        card = card_name(self.gpu)
         local = next((rate for pattern, rate in _NVLINK.items() if re.fullmatch(pattern, card)), _PCIE)
         if ranks <= self.gpus_per_node:
             return local

@@ -97,11 +97,8 @@ def propose(cluster: Cluster, hours: float, configs: Path) -> Proposal:
     """The largest recipe that trains in time, in the layout in which it is fastest.
 
     Raises:
-        UserError: none does; the line says what the smallest one would take. The GPU is not known, or a recipe is not
-            there.
+        UserError: none does, and the line says what the smallest one would take; or a recipe is not there.
     """
-    peak = cluster.peak_flops  # an unknown name is said before anything is computed
-    assert peak > 0
     too_slow: Proposal | None = None
     for name in reversed(LADDER):
         path = configs / name
