@@ -20,7 +20,7 @@ from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -209,7 +209,8 @@ def _init_source(init_from: Path | None) -> str | None:
 def _announce(run: Run, knobs: dict[str, Any]) -> None:
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
-    say(describe_parameters(run.model))
+    counted = meta_model(recipe.model)  # whole, also where this rank holds only a part
+    say(describe_parameters(counted))
     for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
         say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
     say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
@@ -220,7 +221,7 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
         share = training.gradient_accumulation_steps // run.ranks.size
         say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
     estimate = estimate_model_memory_gb(
-        run.model,
+        counted,
         seq_len=recipe.model.max_seq_len,
         batch_size=training.micro_batch_size,
         grad_checkpoint=training.grad_checkpoint,

@@ -30,7 +30,7 @@ from gpt_oss_lite.training.checkpoint import CheckpointManager, Writer
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.seeding import capture_rng
-from gpt_oss_lite.training.snapshot import applying, read_tensors, take_snapshot
+from gpt_oss_lite.training.snapshot import applying, read_tensors, take_snapshot, whole_shapes
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder, sha256_file
 
@@ -110,10 +110,12 @@ def save_shards(
         OSError: it could not be written; there is no meta of this step then.
     """
     tensors, folder = named_tensors(model, optimizer), manager.shards(step)
-    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    sizes = {name: n for part in ranks.gather({k: t.nbytes for k, t in tensors.items()}) for name, n in part.items()}
+    n_bytes = sum(sizes.values())
     ranks.from_main(lambda: manager.begin(step, n_bytes), share=False)
     files = write_shards(folder, tensors, ranks)
-    counts, rng = step_counts(model, optimizer), capture_rng()
+    counts = {name: n for part in ranks.gather(step_counts(model, optimizer)) for name, n in part.items()}
+    rng = capture_rng()
     writers: dict[str, Writer] = {
         "counts": lambda path: torch.save({"step": counts}, path),
         "sched": lambda path: torch.save(scheduler.state_dict(), path),
@@ -132,12 +134,16 @@ def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, cou
             _make_room(model, optimizer, counts)
     with applying(folder):
         tensors = named_tensors(model, optimizer)
-        _check_shapes(folder, tensors)
+        others = {f"model.{name}" for name in whole_shapes(model)} - tensors.keys()
+        _check_shapes(folder, tensors, others)
         read_shards(folder, tensors)
 
 
-def _check_shapes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str]) -> None:
     """Hold what shards make up together against what is to be read.
+
+    Args:
+        others: weights that may be there besides: those that other ranks read, and second names of tied ones.
 
     Raises:
         UserError: names the first tensor that differs.
@@ -146,7 +152,7 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     there = {name: tuple(about.size) for name, about in metadata.items()}  # type: ignore[union-attr]
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights = {name for name in there if name.startswith("model.")}
-    for name in sorted(wanted.keys() | weights):
+    for name in sorted(wanted.keys() | (weights - others)):
         found, here = there.get(name, "missing"), wanted.get(name, "missing")
         if found != here:
             raise UserError(f"{folder} is of another model: {name} is {found} in the shards and {here} in the model")
@@ -157,7 +163,7 @@ def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, Tensor]
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = counts.keys() - parameters.keys()
+    unknown = counts.keys() - whole_shapes(model).keys()
     if unknown:
         raise ValueError(f"no parameter is called {min(unknown)}")
     state = {

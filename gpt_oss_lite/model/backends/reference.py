@@ -4,6 +4,7 @@ Shapes: B batch, T queries, S keys (the queries are the last T of the S position
 Q = H / G query heads per key head, C head width. For experts: T tokens, D width, K experts per token, R = T * K rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def _visible(
     return visible
 
 
-class _PermuteRows(torch.autograd.Function):
+class PermuteRows(torch.autograd.Function):
     """x[order] for a permutation; the gradient is read through the inverse, not scattered with atomic adds."""
 
     @staticmethod
@@ -140,14 +141,21 @@ def dispatch_experts(x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> 
     Returns:
         (T, D) in x's dtype; the sum runs in the weights' dtype.
     """
+    rows = count_slots(routing.experts_TK, len(experts)).tolist()
+
+    def run(x_RD: Tensor) -> Tensor:
+        return torch.cat([expert(part) for expert, part in zip(experts, x_RD.split(rows), strict=True)])
+
+    return through_experts(x_TD, routing, run)
+
+
+def through_experts(x_TD: Tensor, routing: Routing, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows sorted by expert, what `run` makes of them (R, D), and their weighted sum for each token, (T, D)."""
     n_tokens, width = x_TD.shape
     experts_per_token = routing.experts_TK.shape[1]
-    flat_R = routing.experts_TK.reshape(-1)
-    order_R = flat_R.argsort(stable=True)
+    order_R = routing.experts_TK.reshape(-1).argsort(stable=True)
     inverse_R = order_R.argsort()
     x_TKD = x_TD[:, None].expand(n_tokens, experts_per_token, width)
-    x_RD = _PermuteRows.apply(x_TKD.reshape(-1, width), order_R, inverse_R)
-    rows = count_slots(routing.experts_TK, len(experts)).tolist()
-    parts = [expert(part) for expert, part in zip(experts, x_RD.split(rows), strict=True)]
-    y_TKD = _PermuteRows.apply(torch.cat(parts), inverse_R, order_R).view(n_tokens, experts_per_token, width)
+    y_RD = run(PermuteRows.apply(x_TKD.reshape(-1, width), order_R, inverse_R))
+    y_TKD = PermuteRows.apply(y_RD, inverse_R, order_R).view(n_tokens, experts_per_token, width)
     return (y_TKD * routing.weights_TK[..., None]).sum(dim=1).to(x_TD.dtype)
