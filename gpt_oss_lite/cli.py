@@ -325,12 +325,12 @@ def estimate(
     """Estimate a recipe's memory on a GPU, its parameters and operations, without building it."""
     from gpt_oss_lite.config import load_recipe
     from gpt_oss_lite.training.flops import flops_per_token
-    from gpt_oss_lite.training.memory import Layout, estimate_recipe, fastest_that_fits, meta_model, step_windows
+    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, layout_of, meta_model, step_windows
 
     recipe = load_recipe(config, overrides or ())
     if step_windows(recipe) % ranks:
         raise UserError(f"--ranks is {ranks}: it must divide the {step_windows(recipe)} windows of the recipe's step")
-    layout = Layout(ranks, recipe.training.parallelism)
+    layout = layout_of(recipe.training, ranks)
     if gpu_gb is not None:
         if batch_size is not None or seq_len is not None:
             raise UserError("--gpu-gb chooses the micro-batch itself; it does not go with --batch-size or --seq-len")

@@ -136,6 +136,11 @@ def test_estimate_is_of_one_of_the_gpus_that_share_a_step(capsys):
     assert (found["micro_batch_size"], found["gradient_accumulation_steps"]) == (1, 256)
     assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "3") == 2
     assert "--ranks is 3: it must divide the 256 windows of the recipe's step" in capsys.readouterr().err
+    shared = ["--set", "training.parallelism=ddp", "--set", "training.expert_parallel_size=8"]
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "16", *shared, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["weights (fp32)"] == 4 * 1_585_043_392  # 2 of 16 experts each
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "4", *shared) == 2
+    assert "--ranks is 4: it must be a multiple of training.expert_parallel_size (8)" in capsys.readouterr().err
 
 
 def test_generate_repeats_itself_with_a_seed_and_only_then(run, capsys):

@@ -16,10 +16,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from gpt_oss_lite.config import ModelConfig, Recipe
+from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
 from shared_data.console import say
+from shared_data.errors import UserError
 
 FP32 = 4
 # What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
@@ -57,6 +58,22 @@ class Layout(NamedTuple):
 
 
 ONE_GPU = Layout()
+
+
+def layout_of(training: TrainingConfig, ranks: int) -> Layout:
+    """How so many ranks share a recipe's state.
+
+    Raises:
+        UserError: its experts are shared by groups that the ranks do not make.
+    """
+    if ranks == 1:
+        return ONE_GPU
+    if ranks % training.expert_parallel_size:
+        raise UserError(
+            f"--ranks is {ranks}: it must be a multiple of training.expert_parallel_size "
+            f"({training.expert_parallel_size})"
+        )
+    return Layout(ranks, training.parallelism, training.expert_parallel_size)
 
 
 class Setting(NamedTuple):
@@ -146,11 +163,13 @@ def _estimate(
     tokens, every = seq_len * setting.micro_batch_size, setting.grad_checkpoint_every
     state = _state_elements(counts, layout)
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
+    recomputed = len(range(0, config.n_layers, every)) if every else 0
     fused = _fused_halves(config, device_type)
     if layout.expert_ranks > 1:
         fused = fused._replace(moe=False)
+    # The fused path's copies of a recomputed block's weights go with its activations: those of one are there at a time.
+    copied = state.used - (max(recomputed - 1, 0) * state.block if fused.attention and fused.moe else 0)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
-    recomputed = len(range(0, config.n_layers, every)) if every else 0
     block_input = tokens * compute * config.d_model
 
     chunk_tokens = min(setting.loss_chunk_size, tokens)
@@ -171,7 +190,7 @@ def _estimate(
         "weights (fp32)": FP32 * state.kept,
         "gradients (fp32)": FP32 * state.kept,
         "AdamW moments (2 x fp32)": 2 * FP32 * state.kept,
-        f"weights in {config.dtype} for the products": compute * state.used if compute != FP32 else 0,
+        f"weights in {config.dtype} for the products": compute * copied if compute != FP32 else 0,
         "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
         f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
@@ -214,6 +233,8 @@ class _StateElements(NamedTuple):
     """Whose weights, gradients and moments it keeps."""
     used: int
     """Which its passes multiply by, so that it copies them into the compute dtype."""
+    block: int
+    """Of them, in one block."""
     gathered: int
     """Whole fp32 weights that it holds beside what it keeps."""
     sent_gradients: int
@@ -221,12 +242,12 @@ class _StateElements(NamedTuple):
 
 
 def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
-    used = counts.outside + counts.n_layers * counts.block + counts.routed // layout.expert_ranks
+    block = counts.block + counts.routed // layout.expert_ranks // counts.n_layers
+    used = counts.outside + counts.n_layers * block
     if not layout.sharded:
-        return _StateElements(used, used, 0, 0)
-    block = counts.block + counts.routed // counts.n_layers
+        return _StateElements(used, used, block, 0, 0)
     gathered = counts.outside + GATHERED_BLOCKS * block
-    return _StateElements(-(-used // layout.ranks), used, gathered, SENT_GRADIENTS * block)
+    return _StateElements(-(-used // layout.ranks), used, block, gathered, SENT_GRADIENTS * block)
 
 
 @lru_cache(maxsize=8)

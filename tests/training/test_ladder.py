@@ -60,7 +60,7 @@ def test_each_rung_fits_on_some_gpus_and_the_launch_line_says_what_was_estimated
 def test_only_shards_hold_the_7b_model_on_80_gb():
     found = list(layouts(load_recipe(CONFIGS / "pretrain_7b.yaml"), "x", Cluster(gpus=64)))
     assert {one.parallelism for one in found} == {"fsdp"}
-    assert min(one.gpus for one in found) == 4
+    assert min(one.gpus for one in found) == 2  # 57 of 76 GB are their halves of the state
     assert {one.parallelism for one in layouts(load_recipe(CONFIGS / LADDER[1]), "x", Cluster(gpus=8))} == set(
         PARALLELISM
     )

@@ -213,3 +213,14 @@ def test_several_gpus_share_a_steps_windows():
     assert fastest_that_fits(RECIPE, 24 * 10**9, Layout(ranks=8))[0][:2] == (4, 8)
     assert fastest_that_fits(RECIPE, 24 * 10**9, Layout(ranks=32))[0][:2] == (1, 32)
     assert fastest_that_fits(RECIPE_7B, 80 * 10**9) is None
+
+
+def test_recomputed_blocks_have_no_copies_of_their_weights_but_one():
+    """All 28 recomputed: the embedding's and norm's, and one block's, in bf16."""
+    every, none = (
+        estimate_recipe(RECIPE_7B.replace(training=RECIPE_7B.training.replace(**changes).model_dump())).items
+        for changes in ({"grad_checkpoint": True, "grad_checkpoint_every": 1}, {})
+    )
+    name = "weights in bf16 for the products"
+    assert every[name] == 2 * (OUTSIDE_7B + BLOCK_7B)
+    assert none[name] == 2 * TOTAL_7B
