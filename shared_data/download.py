@@ -158,7 +158,7 @@ class ReadRemote:
 
 def expected_text_bytes(file: RemoteFile) -> int:
     """About how many bytes of text a file holds, for choosing how many files to read."""
-    packed = file.name.lower().endswith((".parquet", ".gz", ".zst"))
+    packed = file.name.lower().endswith((".parquet", ".gz", ".xz", ".zst"))
     return 2 * file.size if packed else file.size
 
 

@@ -67,8 +67,10 @@ class CompareBand:
         columns = []
         for path in self.digests:
             with safetensors.safe_open(path, framework="numpy") as file:
-                columns.append(np.ascontiguousarray(file.get_slice("bands")[:, self.band : self.band + 1])[:, 0])
-        values = np.concatenate(columns)
+                bands = file.get_slice("bands")
+                if bands.get_shape()[0]:  # safetensors takes no slice of nothing: a piece whose documents all fell out
+                    columns.append(np.ascontiguousarray(bands[:, self.band : self.band + 1])[:, 0])
+        values = np.concatenate(columns) if columns else np.zeros(0, np.uint64)
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

@@ -9,6 +9,7 @@ import glob
 import gzip
 import itertools
 import json
+import lzma
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ CHUNK_BYTES = 1 << 20
 LINE_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
 HTML_SUFFIXES = (".html", ".htm")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
-ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, .html, .htm, each also with .gz or .zst, and .parquet"
+COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
+ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, .html, .htm, each also with .gz, .xz or .zst, and .parquet"
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,13 @@ def open_decompressed(file: BinaryIO, path: PurePath) -> Iterator[bytes]:
     if path.suffix.lower() == ".zst":
         yield from _read_zst(file, path)
         return
-    stream: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    opener = openers.get(path.suffix.lower())
+    stream: Any = file if opener is None else opener(file)
     try:
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise UserError(f"{path}: the compressed file is cut off or damaged ({error})") from None
 
 

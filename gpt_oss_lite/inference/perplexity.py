@@ -2,18 +2,22 @@
 
 Where `training.evaluation` scores a sample of whole windows during a run, this scores every token once, the ragged end
 that fills no window included; all but the corpus's first, which nothing precedes. The counts are exact and depend on
-neither the micro-batch nor the device.
+neither the micro-batch nor the device. `by_position` tells how the loss falls as a window goes on, which says how
+much of a long context a model uses.
 
 Shapes: B micro-batch, T positions, D width, N tokens.
 """
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpt_oss_lite.inference.generate import covering_scale
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.dataset import PretrainDataset, document_ids_of
 from gpt_oss_lite.training.evaluation import Evaluation, Score, evaluating
@@ -61,6 +65,58 @@ def evaluate(
     for sidecar in sidecars or []:
         _add_bytes(total, by_source, sidecar)
     return Evaluation(total, dict(sorted(by_source.items())))
+
+
+@dataclass(frozen=True)
+class PositionScore:
+    """The targets at positions [start, stop) of the windows."""
+
+    start: int
+    stop: int
+    loss: float
+    """Mean cross-entropy in nats per token."""
+    tokens: int
+
+
+def by_position(
+    model: GPTOSS,
+    dataset: PretrainDataset,
+    *,
+    rope_scale: float | None = None,
+    max_windows: int | None = None,
+    micro_batch_size: int = 1,
+    chunk_size: int = 8192,
+) -> list[PositionScore]:
+    """Mean loss by the target's position in its window, in spans that double: [0, 64), [64, 128), [128, 256), ...
+
+    Args:
+        model: as for `evaluate`; its RoPE scale is as before afterwards.
+        dataset: the corpus, with the window length to score at; it may be beyond the model's training windows.
+        rope_scale: None: the smallest that covers the window.
+        max_windows: windows to score, spread evenly over the corpus; None: all.
+        micro_batch_size: windows of one forward pass.
+        chunk_size: tokens whose logits are alive at one time.
+    """
+    width = dataset.max_seq_len
+    count = len(dataset) if max_windows is None else min(max_windows, len(dataset))
+    windows = (np.arange(count) * len(dataset) // count).tolist()
+    nats_T = np.zeros(width)
+    scale_before = model.rotary.scale
+    try:
+        model.set_rope_scale(covering_scale(model.config, width) if rope_scale is None else rope_scale)
+        with progress("loss by position", count, "windows") as report, evaluating(model):
+            for start in range(0, count, micro_batch_size):
+                pairs = [dataset[index] for index in windows[start : start + micro_batch_size]]
+                ids_BT = torch.stack([torch.cat((ids_T, targets_T[-1:])) for ids_T, targets_T in pairs])
+                nats_T += _losses(model, dataset, ids_BT, chunk_size).reshape(len(pairs), width).sum(axis=0)
+                report.advance(len(pairs))
+    finally:
+        model.set_rope_scale(scale_before)
+    edges = [0, *(64 * 2**n for n in range(max(width.bit_length(), 1)) if 64 * 2**n < width), width]
+    return [
+        PositionScore(start, stop, float(nats_T[start:stop].sum()) / (count * (stop - start)), count * (stop - start))
+        for start, stop in itertools.pairwise(edges)
+    ]
 
 
 def _batches(dataset: PretrainDataset, micro_batch_size: int) -> Iterator[tuple[int, Tensor]]:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.backends import DispatchExperts, select_dispatch
-from gpt_oss_lite.model.layers import Linear, without_autocast
+from gpt_oss_lite.model.layers import Linear, compute_dtype, without_autocast
 from gpt_oss_lite.model.routing import AverageLoad, LayerStats, route, router_logits
 
 CLAMP_LIMIT = 7.0
@@ -43,8 +43,13 @@ class Expert(nn.Module):
         self.up_proj = Linear(width, hidden, bias=bias, init_std=init_std)
         self.down_proj = Linear(hidden, width, bias=bias, init_std=init_std)
 
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The hidden layer from the outputs of gate and up projection."""
+        return ACTIVATIONS[self.activation](gate, up)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x), self.up_proj(x)))
+        """(..., D) to (..., D): gate and up to the hidden width, activation, down."""
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
 
 
 class MoE(nn.Module):
@@ -72,7 +77,9 @@ class MoE(nn.Module):
         with without_autocast(x_TD):
             logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
             routing, stats = route(logits_TE, self.experts_per_token, self.load_to_balance)
-        dispatch = self.dispatch or select_dispatch(self.moe_dispatch, x_TD.device.type)
+        dispatch = self.dispatch or select_dispatch(
+            self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight)
+        )
         out_TD = dispatch(x_TD, routing, self.experts)
         for expert in self.shared_experts:
             out_TD = out_TD + expert(x_TD)

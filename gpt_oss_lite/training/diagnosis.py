@@ -25,6 +25,7 @@ from shared_data.tokenizer import load_tokenizer
 
 TEXT_CHARACTERS = 160
 NOT_RUN = "not run again, since the model is in shards: go on in one process to find the first non-finite value"
+SHOWN_DOCUMENTS = 8
 NOT_AGAIN = "nothing non-finite when run again: look at the hardware, or set training.deterministic to rule out chance"
 
 
@@ -39,6 +40,8 @@ class WindowReport:
     """First token of the window in its shard."""
     sources: dict[str, int]
     """Tokens by source; empty where the shards have no sidecars."""
+    documents: list[str]
+    """Id or URL of each of its documents, or its place in the source; empty where the sidecars do not tell."""
     text: str
     """Its beginning, decoded; the ids where the tokenizer is not at hand."""
 
@@ -65,6 +68,10 @@ class Diagnosis:
                 f"  window {window.window} ({window.shard} from token {window.token}; tokens by source: {sources}): "
                 f"{window.text!r}"
             )
+            if window.documents:
+                left = len(window.documents) - SHOWN_DOCUMENTS
+                more = f" and {left} more" if left > 0 else ""
+                yield f"    documents: {', '.join(window.documents[:SHOWN_DOCUMENTS])}{more}"
 
 
 def diagnose(
@@ -90,18 +97,21 @@ def diagnose(
 
 def report_window(dataset: PretrainDataset, window: int) -> WindowReport:
     """Where a window lies, what it is of, and how it begins."""
-    start = window * dataset.max_seq_len
+    start = dataset.start_of(window)
     stop = start + dataset.max_seq_len
     shard = int(dataset.shard_starts.searchsorted(start, side="right")) - 1
     sources = TokenSources(dataset)
     names: Counter[str] = Counter()
+    documents: list[str] = []
     if sources.complete:
         names.update(map(str, sources.lookup(start, stop)[0]))
+        documents = [f"{source}: {name}" for source, name in sources.documents(start, stop) if name is not None]
     return WindowReport(
         window=window,
         shard=dataset.shards[shard].path.name,
         token=start - int(dataset.shard_starts[shard]),
         sources=dict(names),
+        documents=documents,
         text=_decode(dataset, dataset.tokens(start, stop).tolist()),
     )
 

@@ -100,6 +100,22 @@ class TokenSources:
             start, shard = end, shard + 1
         return np.concatenate(names), np.concatenate(n_bytes)
 
+    def documents(self, start: int, stop: int) -> list[tuple[str, str | None]]:
+        """(source, id) of the documents that tokens [start, stop) belong to, in order; the id is None where it was not
+        kept."""
+        found: list[tuple[str, str | None]] = []
+        shard_starts = self._dataset.shard_starts
+        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
+        while start < stop:
+            end, offset = min(stop, int(shard_starts[shard + 1])), int(shard_starts[shard])
+            sidecar = read_sidecar(self._paths[shard], with_ids=True)
+            first, last = np.searchsorted(sidecar.starts, [start - offset, end - 1 - offset], side="right") - 1
+            for number in range(first, last + 1):
+                name = None if sidecar.ids is None else sidecar.ids[number]
+                found.append((sidecar.sources[sidecar.source_index[number]], name))
+            start, shard = end, shard + 1
+        return found
+
     def _sidecar(self, shard: int) -> Sidecar:
         if shard not in self._sidecars:
             self._sidecars[shard] = read_sidecar(self._paths[shard])

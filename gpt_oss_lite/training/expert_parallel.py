@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gpt_oss_lite.model.backends.reference import PermuteRows, through_experts
+from gpt_oss_lite.model.backends.rows import PermuteRows, combine, sort_by_expert
 from gpt_oss_lite.model.routing import Routing, count_slots
 from gpt_oss_lite.model.transformer import GPTOSS
 
@@ -80,12 +80,11 @@ class ExpertGroup:
         order_S = numbers_PX.reshape(-1).repeat_interleave(arriving_PX.flatten()).argsort(stable=True)
         inverse_S = order_S.argsort()
 
-        def run(x_RD: Tensor) -> Tensor:
-            x_SD = PermuteRows.apply(_Exchange.apply(x_RD, sent, received, self.group), order_S, inverse_S)
-            y_SD = torch.cat([expert(part) for expert, part in zip(mine, x_SD.split(rows), strict=True)])
-            return _Exchange.apply(PermuteRows.apply(y_SD, inverse_S, order_S), received, sent, self.group)
-
-        return through_experts(x_TD, routing, run)
+        x_RD, _, order = sort_by_expert(x_TD, routing)
+        x_SD = PermuteRows.apply(_Exchange.apply(x_RD, sent, received, self.group), order_S, inverse_S)
+        y_SD = torch.cat([expert(part) for expert, part in zip(mine, x_SD.split(rows), strict=True)])
+        y_RD = _Exchange.apply(PermuteRows.apply(y_SD, inverse_S, order_S), received, sent, self.group)
+        return combine(y_RD, routing, order).to(x_TD.dtype)
 
     def average_gradients(self, model: GPTOSS) -> None:
         """Make the experts' gradients what an average over all ranks is for the other parameters: here each already

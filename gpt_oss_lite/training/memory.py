@@ -19,6 +19,7 @@ import torch
 from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
+from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
 from shared_data.errors import UserError
 
@@ -129,6 +130,8 @@ def estimate_model_memory_gb(
     grad_checkpoint_every: int = 3,
     loss_chunk_size: int = 8192,
     device_type: str = "cuda",
+    fp8_head: bool = False,
+    optimizer: str = "adamw",
     layout: Layout = ONE_GPU,
 ) -> MemoryEstimate:
     """Estimate the peak memory of training `model`, on each GPU where there are several.
@@ -141,6 +144,8 @@ def estimate_model_memory_gb(
         grad_checkpoint_every: see there.
         loss_chunk_size: tokens whose logits are alive at one time.
         device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
+        fp8_head: whether the head's products take 8-bit floats.
+        optimizer: training.optimizer.
         layout: how several GPUs share the state.
 
     Returns:
@@ -148,7 +153,8 @@ def estimate_model_memory_gb(
     """
     every = grad_checkpoint_every if grad_checkpoint else None
     setting = Setting(batch_size, 1, every, loss_chunk_size)
-    return _estimate(model.config, _ParameterCounts.of(model), setting, seq_len, device_type, layout)
+    counts = _ParameterCounts.of(model, optimizer)
+    return _estimate(model.config, counts, setting, seq_len, device_type, fp8_head, layout)
 
 
 def _estimate(
@@ -156,8 +162,9 @@ def _estimate(
     counts: "_ParameterCounts",
     setting: Setting,
     seq_len: int,
-    device_type: str = "cuda",
-    layout: Layout = ONE_GPU,
+    device_type: str,
+    fp8_head: bool,
+    layout: Layout,
 ) -> MemoryEstimate:
     """See `estimate_model_memory_gb`."""
     tokens, every = seq_len * setting.micro_batch_size, setting.grad_checkpoint_every
@@ -177,6 +184,8 @@ def _estimate(
     # their gradient lies beside them in the compute type where that is another one.
     logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
     head_chunk = chunk_tokens * config.embedding_rows * logit
+    if fp8_head:  # the gradient and the head, in 8 bits
+        head_chunk += chunk_tokens * config.embedding_rows + 2 * config.embedding_rows * config.d_model
     head_weight_gradient = config.embedding_rows * config.d_model * FP32
     hidden_gradient = tokens * config.d_model * compute
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
@@ -189,7 +198,8 @@ def _estimate(
     items = {
         "weights (fp32)": FP32 * state.kept,
         "gradients (fp32)": FP32 * state.kept,
-        "AdamW moments (2 x fp32)": 2 * FP32 * state.kept,
+        "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
+        "Muon momentum (fp32)": FP32 * state.momenta,
         f"weights in {config.dtype} for the products": compute * copied if compute != FP32 else 0,
         "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
@@ -213,17 +223,21 @@ class _ParameterCounts(NamedTuple):
     outside: int
     """Outside the blocks."""
     n_layers: int
+    muon: int
+    """In matrices that Muon updates, routed experts left out; those it updates too, or none."""
 
     @classmethod
-    def of(cls, model: GPTOSS) -> "_ParameterCounts":
+    def of(cls, model: GPTOSS, optimizer: str) -> "_ParameterCounts":
         """Those of a model, on any device."""
+        matrices = muon_matrices(model) if optimizer == "muon" else {}
+        muon = sum(matrix.numel() for name, matrix in matrices.items() if ".moe.experts." not in name)
         routed = blocks = total = 0
         for name, parameter in model.named_parameters():
             total += parameter.numel()
             blocks += parameter.numel() if name.startswith("blocks.") else 0
             routed += parameter.numel() if ".moe.experts." in name else 0
         n_layers = model.config.n_layers
-        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers)
+        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers, muon)
 
 
 class _StateElements(NamedTuple):
@@ -231,6 +245,8 @@ class _StateElements(NamedTuple):
 
     kept: int
     """Whose weights, gradients and moments it keeps."""
+    momenta: int
+    """Of them, those with one moment in place of two."""
     used: int
     """Which its passes multiply by, so that it copies them into the compute dtype."""
     block: int
@@ -245,9 +261,10 @@ def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
     block = counts.block + counts.routed // layout.expert_ranks // counts.n_layers
     used = counts.outside + counts.n_layers * block
     if not layout.sharded:
-        return _StateElements(used, used, block, 0, 0)
-    gathered = counts.outside + GATHERED_BLOCKS * block
-    return _StateElements(-(-used // layout.ranks), used, block, gathered, SENT_GRADIENTS * block)
+        momenta = counts.muon + counts.routed // layout.expert_ranks if counts.muon else 0
+        return _StateElements(used, momenta, used, block, 0, 0)
+    gathered = counts.outside + GATHERED_BLOCKS * block  # and no momenta: Muon takes whole matrices
+    return _StateElements(-(-used // layout.ranks), 0, used, block, gathered, SENT_GRADIENTS * block)
 
 
 @lru_cache(maxsize=8)
@@ -274,6 +291,8 @@ def estimate_recipe(
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=device_type,
+        fp8_head=training.fp8_head,
+        optimizer=training.optimizer,
         layout=layout,
     )
 
@@ -318,12 +337,14 @@ def fastest_that_fits(
     """
     windows = step_windows(recipe) // layout.ranks
     assert windows * layout.ranks == step_windows(recipe), layout
-    counts = _ParameterCounts.of(meta_model(recipe.model))
+    counts = _ParameterCounts.of(meta_model(recipe.model), recipe.training.optimizer)
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
                 setting = Setting(micro_batch, step_windows(recipe) // micro_batch, every, chunk)
-                estimate = _estimate(recipe.model, counts, setting, recipe.model.max_seq_len, layout=layout)
+                estimate = _estimate(
+                    recipe.model, counts, setting, recipe.model.max_seq_len, "cuda", recipe.training.fp8_head, layout
+                )
                 if estimate.total_bytes <= available_bytes:
                     return setting, estimate
     return None

@@ -1,10 +1,12 @@
-"""AdamW with decay for matrices only, and an update that a non-finite step cannot reach."""
+"""AdamW with decay for matrices only, or Muon for the matrices beside it; and an update that a non-finite step cannot
+reach."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import TrainingConfig
@@ -29,13 +31,25 @@ def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
     return decayed, others
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
-    """AdamW over `parameter_groups`, fused on CUDA and foreach elsewhere (PyTorch refuses both at once)."""
+def muon_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The decayed matrices that Muon updates where it is chosen: projections and experts. Routers and an untied head,
+    whose rows are choices and not directions, stay with AdamW."""
+    decayed, _ = parameter_groups(model)
+    return {
+        name: matrix for name, matrix in decayed.items()
+        if not name.endswith("router.weight") and not name.startswith("head.")
+    }  # fmt: skip
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
+    """AdamW over `parameter_groups`, fused on CUDA and foreach elsewhere (PyTorch refuses both at once); or Muon
+    for the matrices of `muon_matrices`, and AdamW for the rest."""
     decayed, others = parameter_groups(model)
     on_cuda = next(model.parameters()).is_cuda
-    return AdamW(
+    matrices = muon_matrices(model) if config.optimizer == "muon" else {}
+    adamw = AdamW(
         [
-            {"params": list(decayed.values()), "weight_decay": config.weight_decay},
+            {"params": [p for name, p in decayed.items() if name not in matrices], "weight_decay": config.weight_decay},
             {"params": list(others.values()), "weight_decay": 0.0},
         ],
         lr=config.lr,
@@ -44,9 +58,60 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
         fused=on_cuda,
         foreach=not on_cuda,
     )
+    if not matrices:
+        return adamw
+    muon = Muon(
+        matrices.values(),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonWithAdamW(muon, adamw)
 
 
-def make_scheduler(optimizer: AdamW, config: TrainingConfig) -> LambdaLR:
+class MuonWithAdamW(Optimizer):
+    """PyTorch's Muon (Jordan et al., 2024) and AdamW as one optimizer: one schedule, one state by parameter.
+
+    Muon replaces the momentum of a matrix by the nearest orthogonal one. Its update is scaled to the size that AdamW's
+    has (Liu et al., 2025, "Muon is Scalable for LLM Training"), so rate and decay hold for both.
+    """
+
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        self._muon, self._adamw = muon, adamw
+        # The groups are the same objects as those of the two, so that a schedule's rates reach them.
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the two work on this optimizer's groups and state."""
+        n_muon = len(self._muon.param_groups)
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:n_muon], self.param_groups[n_muon:]
+        self._muon.state = self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None
+        self._muon.step()
+        self._adamw.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's; the two go on with what was loaded."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def moments_of(optimizer: Optimizer) -> dict[int, tuple[str, ...]]:
+    """Names of the tensors of a parameter's shape that its state holds once it has been updated, by id(parameter)."""
+    names: dict[int, tuple[str, ...]] = {}
+    for group in optimizer.param_groups:
+        moments = ("momentum_buffer",) if "ns_steps" in group else ("exp_avg", "exp_avg_sq")
+        names.update({id(parameter): moments for parameter in group["params"]})
+    return names
+
+
+def make_scheduler(optimizer: Optimizer, config: TrainingConfig) -> LambdaLR:
     """The recipe's schedule; it ticks once a step, skipped steps included."""
     # LambdaLR warns when it ticks before the first update, which is what a skipped first step does on purpose.
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -64,14 +129,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def update_unless(skip: Tensor, optimizer: AdamW) -> None:
+def update_unless(skip: Tensor, optimizer: Optimizer) -> None:
     """Step the optimizer unless `skip` (scalar bool on the model's device); a skipped step leaves weights, moments and
     the optimizer's step counts bitwise as they were.
 
     Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. On CUDA the fused kernel
-    reads the flag itself, through the attribute that PyTorch's GradScaler uses, so the host does not wait.
+    reads the flag itself, through the attribute that PyTorch's GradScaler uses, so the host does not wait; Muon has no
+    such kernel, and the host waits for the flag.
     """
-    if optimizer.defaults["fused"]:
+    if optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]

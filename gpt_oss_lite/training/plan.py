@@ -14,6 +14,7 @@ from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.distributed import Ranks, check_split
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
+from gpt_oss_lite.training.mixed import open_corpus
 from gpt_oss_lite.training.run_folder import (
     RECORD_NAME,
     ResumeRequest,
@@ -86,7 +87,7 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
         mend_run_files(folder)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
     validation = open_validation(recipe, dataset)
     corpus = dataset.fingerprint()
@@ -112,7 +113,7 @@ def follow_plan(options: PretrainOptions, ranks: Ranks, words: dict[str, Any]) -
         UserError, OSError: this rank cannot read what the first one can.
     """
     recipe = load_recipe(options.config, options.overrides)
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
     if (corpus := dataset.fingerprint()) != words["corpus"]:
         raise UserError(f"{dataset.path} is another corpus here ({corpus}) than on rank 0 ({words['corpus']})")
     path = validation_path(recipe, dataset)

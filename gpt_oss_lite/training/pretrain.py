@@ -112,7 +112,7 @@ def train(run: Run, stop: StopRequest) -> int:
         say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
     if run.ranks.is_main and not run.parallel.sharded:
-        run.saver.reserve(run.model)
+        run.saver.reserve(run.model, run.optimizer)
     try:
         # The log has a line every so often; in a terminal a bar goes on below it.
         with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:
@@ -246,7 +246,9 @@ def micro_batch(
     with nullcontext() if last else run.parallel.apart():
         with autocast(run.device, run.recipe.model.dtype):
             h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
-            ce_sum = head_cross_entropy(h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size)
+            ce_sum = head_cross_entropy(
+                h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size, fp8=training.fp8_head
+            )
         ce = ce_sum / n_valid
         routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
         loss = ce + routing / training.gradient_accumulation_steps

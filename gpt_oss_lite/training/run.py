@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig, Recipe
@@ -18,6 +18,7 @@ from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
+from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
@@ -81,7 +82,7 @@ class Run:
     parallel: Parallel
     forward: Forward
     """`parallel.forward`."""
-    optimizer: AdamW
+    optimizer: Optimizer
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
     checkpoints: CheckpointManager
@@ -130,9 +131,11 @@ class Run:
 def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
     options, recipe, training, ranks = plan.options, plan.recipe, plan.recipe.training, plan.ranks
+    device = ranks.device
+    if training.fp8_head:
+        check_fp8_head(device)
     record, files = ranks.from_main(lambda: _recorded(plan))
     seed = record["seed"]
-    device = ranks.device
     knobs = set_knobs(training.deterministic)
     seed_everything(seed)
     model = GPTOSS(recipe.model).to(device)
@@ -148,7 +151,7 @@ def open_run(plan: Plan) -> Run:
     )
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
-    order = DataOrder(len(plan.dataset), seed)
+    order = plan.dataset.order(seed)
     checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
@@ -182,10 +185,14 @@ def open_run(plan: Plan) -> Run:
         peak_flops=_peak_flops(device, ranks),
         state=RunState(),
         batches=iter(()),
-        profiler=None if options.profile is None or not ranks.is_main else StepProfiler(plan.folder, options.profile),
+        profiler=None
+        if options.profile is None or not ranks.is_main
+        else StepProfiler(plan.folder / "profile", options.profile),
     )
-    _announce(run, knobs)
+    facts = _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)
+    where = {"position": run.position} if plan.resuming else {}
+    run.logger.event("resume" if plan.resuming else "start", run.state.step, **where, **facts)
     return run
 
 
@@ -206,14 +213,16 @@ def _init_source(init_from: Path | None) -> str | None:
     return None if init_from is None else str(init_from.resolve())
 
 
-def _announce(run: Run, knobs: dict[str, Any]) -> None:
+def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Say what is about to run; what the start's event keeps of it."""
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
     counted = meta_model(recipe.model)  # whole, also where this rank holds only a part
     say(describe_parameters(counted))
-    for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
-        say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
-    say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
+    if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
+        for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
+            say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
+        say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
     say(f"[data] {run.dataset.path}: {size}; {tokens:,} tokens a step")
@@ -228,17 +237,11 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=run.device.type,
+        optimizer=training.optimizer,
     )
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    run.logger.event(
-        "start",
-        run.state.step,
-        stop_step=run.stop_step,
-        knobs=knobs,
-        versions=versions(),
-        estimate_gb=estimate.total_gb,
-    )
+    return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
 
 
 def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
@@ -258,7 +261,6 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
         interval = run.recipe.training.log_interval
         kept_until = run.state.step if plan.resume_step is not None else NOTHING_KEPT
         run.logger.cut(kept_until, keep=lambda logged: logged == 1 or logged % interval == 0)
-        run.logger.event("resume", run.state.step, position=run.position)
         say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
     run.open_stream()
 

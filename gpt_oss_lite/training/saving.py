@@ -51,9 +51,9 @@ class Saver:
         """Whether a checkpoint is being written."""
         return self._writer.busy
 
-    def reserve(self, model: nn.Module) -> None:
+    def reserve(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the memory of the copies before training."""
-        self._buffers.reserve(model)
+        self._buffers.reserve(model, optimizer)
 
     def save(
         self,

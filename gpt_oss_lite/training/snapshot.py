@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.memory import meta_model
+from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
 from shared_data.errors import UserError
 
@@ -53,12 +54,13 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def reserve(self, model: nn.Module) -> None:
-        """Take the memory now, so that the first save is no slower than the others: weights and both moments."""
+    def reserve(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the memory now, so that the first save is no slower than the others: weights and moments."""
         for name, tensor in _distinct_tensors(model).items():
             self._buffer(name, tensor).zero_()  # a page is the process's when it is first written
+        moments = moments_of(optimizer)
         for name, parameter in model.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in moments[id(parameter)]:
                 self._buffer(f"{key} of {name}", parameter.detach()).zero_()
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -157,6 +159,12 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def load_model_tensors(model: nn.Module, path: Path) -> None:
+    """Put a file's weights into a model, a tied head by its first name.
+
+    Raises:
+        DamagedCheckpoint: the file cannot be read.
+        UserError: names or shapes are not the model's.
+    """
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -232,19 +240,24 @@ def applying(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:
-    parameters = dict(model.named_parameters())
+    """Put moments and step counts, which the file has by parameter name, back into an optimizer.
+
+    Raises:
+        ValueError: a moment has not its parameter's shape.
+    """
+    parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
     elsewhere = whole_shapes(model).keys() - parameters.keys()
     for name, entry in content["state"].items():
         if name in elsewhere:
             continue
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments[id(parameters[name])]:
             if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
                 raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
     names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {
         index: {
-            key: placed_like(parameters[name], value) if key.startswith("exp_avg") else value
+            key: placed_like(parameters[name], value) if key in moments[id(parameters[name])] else value
             for key, value in content["state"][name].items()
         }
         for index, name in enumerate(ordered)

@@ -20,7 +20,7 @@ class Source(ConfigBlock):
     """Share of the training tokens; the weights of a mixture add up to 1."""
     files: list[str] | None = Field(default=None, min_length=1)
     """Paths or globs, relative to the working folder, or addresses (https://, s3://, ...): .jsonl and .json (JSON
-    lines), each also .gz or .zst, and .parquet; on this machine also .txt and .html (a document a file)."""
+    lines), each also .gz, .xz or .zst, and .parquet; on this machine also .txt and .html (a document a file)."""
     dataset: str | None = None
     """Data set of the Hugging Face hub, or a local folder that `datasets` can load."""
     config: str | None = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.inference.perplexity import evaluate
+from gpt_oss_lite.inference.perplexity import by_position, evaluate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.dataset import PretrainDataset
 from shared_data.errors import UserError
@@ -150,3 +150,31 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_loss_by_position_is_that_of_single_tokens_in_spans_that_double(tmp_path):
+    make_corpus(tmp_path, n_documents=70)
+    width = 4 * WINDOW + 20  # beyond the training window, and no power of 2
+    dataset = PretrainDataset(tmp_path, width, CONFIG.embedding_rows)
+    model = make_model()
+    spans = by_position(model, dataset, rope_scale=8.0, micro_batch_size=3)
+    assert model.rotary.scale == CONFIG.rope_scale
+    assert [(span.start, span.stop) for span in spans] == [(0, 64), (64, width)]
+    model.set_rope_scale(8.0)
+    nats = torch.zeros(width, dtype=torch.float64)
+    with torch.no_grad():
+        for ids_T, targets_T in (dataset[index] for index in range(len(dataset))):
+            logits = model(ids_T[None])[0][0]
+            nats += torch.nn.functional.cross_entropy(logits, targets_T, reduction="none").double()
+    for span in spans:
+        mean = nats[span.start : span.stop].sum() / (len(dataset) * (span.stop - span.start))
+        assert span.loss == pytest.approx(float(mean), rel=1e-5)
+        assert span.tokens == len(dataset) * (span.stop - span.start)
+
+
+def test_windows_beyond_the_trained_context_take_the_scale_that_covers_them(tmp_path):
+    make_corpus(tmp_path, n_documents=70)
+    dataset = PretrainDataset(tmp_path, 4 * WINDOW, CONFIG.embedding_rows)
+    model = make_model()
+    assert by_position(model, dataset) == by_position(model, dataset, rope_scale=4.0)
+    assert by_position(model, dataset, max_windows=2)[0].tokens == 2 * 4 * WINDOW

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -62,11 +63,13 @@ def test_tasks_group_small_files_and_cut_large_ones(tmp_path):
     assert [len(spans) for spans in tasks] == [2, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".json.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".json.zst", ".parquet"])
 def test_every_format_gives_the_same_documents(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     if suffix.endswith(".gz"):
         path.write_bytes(gzip.compress(LINES[:300]) + gzip.compress(LINES[300:]))
+    elif suffix.endswith(".xz"):
+        path.write_bytes(lzma.compress(LINES[:300]) + lzma.compress(LINES[300:]))
     elif suffix.endswith(".zst"):
         compressor = zstandard.ZstdCompressor()
         path.write_bytes(compressor.compress(LINES[:300]) + compressor.compress(LINES[300:]))
@@ -85,17 +88,18 @@ def test_a_text_file_is_one_document(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.9, -1])
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
 def test_d15_a_truncated_archive_is_an_error_that_names_it(tmp_path, suffix, cut):
     content = os.urandom(1 << 20).hex().encode()
-    packed = gzip.compress(content, 1) if suffix == ".gz" else zstandard.ZstdCompressor().compress(content)
+    compress = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    packed = compress(content)
     path = tmp_path / f"x.jsonl{suffix}"
     path.write_bytes(packed[: cut if cut < 0 else int(cut * len(packed))])
     with pytest.raises(UserError, match=rf"{path.name}: the compressed file is"):
         texts_of(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet"])
 def test_a_file_that_is_not_what_its_suffix_says_is_named(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(b"plainly not compressed, and quite a bit longer than any magic number")

@@ -8,8 +8,9 @@ import pytest
 from pipeline_corpus import context_of, edit_yaml, make_corpus, sentence, write_lines
 
 from shared_data.cleaning import Cleaner, CleanRules
+from shared_data.dedup import write_digests
 from shared_data.html import text_of_html
-from shared_data.near import Banding, Signer
+from shared_data.near import Banding, CompareBand, Signer, linked_documents
 from shared_data.records import PLAIN, Document, Fields, document_of
 from shared_data.screens import ContaminationCheck, LanguageCheck, UrlCheck, redact_emails, redact_ips
 from shared_data.scripts import clean, download_raw
@@ -107,6 +108,20 @@ def test_near_duplicates_go_over_all_sources_and_the_first_stays(tmp_path):
     assert report["code"]["dropped"] == {"duplicate": 1, "near_duplicate": 1}
     assert report["math"]["dropped"] == {"near_duplicate": 1}
     assert [source["kept"] for source in report.values()] == [2, 0, 1]
+
+
+def test_bands_are_compared_beside_a_piece_that_kept_no_document(tmp_path):
+    pieces = [[], [b"a" * 32, b"b" * 32], [], [b"c" * 32]]
+    bands = [[], [[1, 5], [2, 6]], [], [[3, 6]]]
+    paths = tuple(tmp_path / f"{index}.idx" for index in range(4))
+    for path, digests, own in zip(paths, pieces, bands, strict=True):
+        write_digests(path, digests, 4, np.array(own, np.uint64).reshape(-1, 2))
+    outputs = [tmp_path / f"links-{band}.idx" for band in range(2)]
+    for band, output in enumerate(outputs):
+        CompareBand(paths, band, output).run()
+    assert linked_documents(outputs, 3).tolist() == [False, False, True]
+    CompareBand(paths[:1], 0, outputs[0]).run()
+    assert linked_documents(outputs[:1], 0).tolist() == []
 
 
 PAGE = """<html><head><title>T</title><style>p{}</style></head><body><nav>Home</nav><script>x()</script>

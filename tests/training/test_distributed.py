@@ -120,9 +120,8 @@ def check_consolidation(run, step):
     assert not shard.exists()
     manager.verify(step)
     after = saved_state(run / "checkpoints", step)
-    assert all(
-        torch.equal(a.float(), b.float()) for name in before for a, b in zip(before[name], after[name], strict=True)
-    )
+    for name, tensors in before.items():
+        assert [torch.equal(a, b) for a, b in zip(tensors, after[name], strict=True)] == [True] * 4, name
     assert load_model(run, step)[1]["state"]["step"] == step
 
 
@@ -134,14 +133,15 @@ def saved_state(checkpoints, step):
             for name, tensor in load_file(path).items():
                 pieces.setdefault(name, []).append(tensor)
         whole = {name: torch.cat(tensors) for name, tensors in pieces.items()}
-        counts = torch.load(checkpoints / f"counts_step_{step}.pt")["step"]
+        counts = torch.load(checkpoints / f"counts_step_{step}.pt")["state"]
         return {
-            name: [whole[f"model.{name}"], count, whole[f"exp_avg.{name}"], whole[f"exp_avg_sq.{name}"]]
+            name: [whole[f"model.{name}"], count["step"], whole[f"exp_avg.{name}"], whole[f"exp_avg_sq.{name}"]]
             for name, count in counts.items()
         }
     weights = load_file(checkpoints / f"model_step_{step}.safetensors")
     moments = torch.load(checkpoints / f"optim_step_{step}.pt")["state"]
-    return {name: [weights[name], *moments[name].values()] for name in weights}
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return {name: [weights[name], *(moments[name][key] for key in keys)] for name in weights}
 
 
 def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path):

@@ -224,3 +224,11 @@ def test_recomputed_blocks_have_no_copies_of_their_weights_but_one():
     name = "weights in bf16 for the products"
     assert every[name] == 2 * (OUTSIDE_7B + BLOCK_7B)
     assert none[name] == 2 * TOTAL_7B
+
+
+def test_muon_keeps_one_tensor_for_each_matrix():
+    items = estimate_model_memory_gb(on_meta(RECIPE.model), seq_len=64, batch_size=1, optimizer="muon").items
+    matrices = 403_513_344 - 12 * 768 * 8  # all that decays but the routers
+    others = 502_033_248 - matrices
+    assert items["Muon momentum (fp32)"] == 4 * matrices
+    assert items["AdamW moments (2 x fp32)"] == 8 * others

@@ -12,6 +12,8 @@ from gpt_oss_lite.training.optimizer import (
     clip_gradients,
     gradient_norm,
     make_optimizer,
+    make_scheduler,
+    muon_matrices,
     parameter_groups,
     update_unless,
 )
@@ -97,3 +99,81 @@ def test_clipping_scales_to_the_norm_and_can_be_off():
     assert layer.weight.grad[0, 0] == 3.0
     clip_gradients(layer.parameters(), 1.0, norm)
     assert gradient_norm(layer.parameters()).item() == pytest.approx(1.0, rel=1e-5)
+
+
+MUON = TrainingConfig(optimizer="muon", lr=0.02, weight_decay=0.1)
+
+
+def model_and_gradients(seed: int = 0) -> GPTOSS:
+    torch.manual_seed(seed)
+    model = GPTOSS(ModelConfig(**tiny_run.MODEL))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def test_muon_takes_the_projections_and_experts_of_the_502m_model():
+    with torch.device("meta"):
+        model = GPTOSS(ModelConfig())
+    matrices = muon_matrices(model)
+    assert len(matrices) == 372 - 12
+    assert {name.split(".")[-2] for name in matrices} == {
+        "q_proj", "kv_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    untied = GPTOSS(ModelConfig(**{**tiny_run.MODEL, "tie_embeddings": False}))
+    assert "head.weight" not in muon_matrices(untied)
+
+
+def test_muons_update_is_orthogonal_and_of_adamws_size_and_the_rest_is_adamws():
+    model, plain = model_and_gradients(), model_and_gradients()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, MUON)
+    ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(ids) == sorted(id(parameter) for parameter in model.parameters())
+    update_unless(torch.tensor(False), optimizer)
+    update_unless(torch.tensor(False), make_optimizer(plain, TrainingConfig(lr=0.02, weight_decay=0.1)))
+    matrices, others = muon_matrices(model), dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name not in matrices:
+            assert torch.equal(parameter, others[name]), name
+            continue
+        rows, columns = parameter.shape
+        update = (before[name] * (1 - 0.02 * 0.1) - parameter.detach()) / (0.02 * 0.2 * max(rows, columns) ** 0.5)
+        # Five steps of the quintic iteration bring all but the smallest singular values near 1 (Jordan et al., 2024).
+        values = torch.linalg.svdvals(update)
+        assert 0.7 < values.square().mean().sqrt() < 1.2, name
+        assert values.max() < 1.4, name
+        # The first momentum is the gradient but for its size, and so the directions are the gradient's.
+        left, _, right = torch.linalg.svd(others[name].grad, full_matrices=False)
+        assert (update * (left @ right)).sum() / min(rows, columns) > 0.7
+
+
+@pytest.mark.parametrize("device", device_parameters())
+def test_a_step_skipped_under_muon_leaves_weights_and_state_bitwise(device):
+    model = model_and_gradients().to(device)
+    optimizer = make_optimizer(model, MUON)
+    update_unless(torch.tensor(False, device=device), optimizer)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    for parameter in model.parameters():
+        parameter.grad.fill_(float("nan"))
+    update_unless(torch.tensor(True, device=device), optimizer)
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[i][key], state[i][key]) for i in state for key in state[i])
+    assert {len(entry) for entry in state.values()} == {1, 3}
+
+
+def test_rates_of_the_schedule_reach_muon_and_a_loaded_state_is_gone_on_with():
+    model, other = model_and_gradients(), model_and_gradients()
+    optimizer, second = make_optimizer(model, MUON), make_optimizer(other, MUON)
+    scheduler = make_scheduler(optimizer, TrainingConfig(optimizer="muon", lr=0.02, warmup_steps=4, total_steps=9))
+    before = copy.deepcopy(model.state_dict())
+    update_unless(torch.tensor(False), optimizer)  # at rate 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    scheduler.step()
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (optimizer, second):
+        update_unless(torch.tensor(False), one)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+        assert not torch.equal(parameter, before[name]), name

@@ -6,6 +6,8 @@ import signal
 import pytest
 import tiny_run
 
+from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
@@ -28,6 +30,10 @@ def test_20_steps_are_10_then_sigkill_then_10(setting):
     code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, resume_from=10))
     assert code == 0, stderr
     assert "[resume] from step 10" in stderr
+    (resumed,) = tiny_run.events(run, "resume")
+    assert (resumed["step"], resumed["stop_step"], len(tiny_run.events(run, "start"))) == (10, 20, 1)
+    assert "[knobs]" not in stderr
+    assert "fused" not in stderr
     assert tiny_run.rows(run) == rows
     assert tiny_run.digests(run, 20) == digests
     assert {row["epoch"] for row in rows} > {0}
@@ -73,3 +79,15 @@ def test_every_checkpoint_holds_random_state_and_position(setting):
         meta = json.loads((folder / "unbroken" / "checkpoints" / f"meta_step_{step}.json").read_text())
         assert meta["position"] == 4 * step
         assert f"rng_step_{step}.pt" in meta["files"]
+
+
+def test_muons_momentum_is_saved_and_gone_on_with(tmp_path):
+    corpus = tiny_run.make_corpus(tmp_path / "corpus", n_documents=25)
+    recipe = tiny_run.write_recipe(tmp_path / "muon.yaml", corpus, optimizer="muon", total_steps=8, save_interval=4)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert pretrain(PretrainOptions(config=recipe, out=whole, seed=7)) == 0
+    assert pretrain(PretrainOptions(config=recipe, out=parts, seed=7, max_steps=4)) == 0
+    assert pretrain(PretrainOptions(config=recipe, out=parts, resume_latest=True)) == 0
+    assert tiny_run.rows(parts) == tiny_run.rows(whole)
+    assert tiny_run.digests(parts, 8) == tiny_run.digests(whole, 8)
+    assert tiny_run.rows(whole)[-1]["ce"] < tiny_run.rows(whole)[0]["ce"] - 0.3

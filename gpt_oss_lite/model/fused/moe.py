@@ -72,6 +72,7 @@ class FusedMoE(torch.autograd.Function):
         ctx: Any, geometry: MoEGeometry, average_load: AverageLoad | None, x_ND: Tensor, gain_D: Tensor,
         router_ED: Tensor, bias_E: Tensor | None, *matrices: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """x_ND plus its experts' output, balancing loss, z-loss, load by expert and router entropy."""
         gates, ups, downs = _by_kind(matrices)
         n, multiply = geometry.n_experts, geometry.products.product
         w_gate_up = joined_copy(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
@@ -114,6 +115,7 @@ class FusedMoE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x_ND, the norm's gain, the router and the experts' matrices, in forward's order."""
         (
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
             load_E, *rest,
