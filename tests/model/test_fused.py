@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
 
@@ -127,6 +128,36 @@ def test_an_output_that_is_kept_keeps_no_copy_of_the_weights(monkeypatch):
     assert len(copies) == 3
     assert all(copy() is None for copy in copies)
     assert aux.grad_fn is not None
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_recomputing_drops_the_copies_of_the_weights(monkeypatch, recomputed):
+    """They live as long as the activations do, and gradients are the same either way."""
+    torch.manual_seed(0)
+    n_experts, width, hidden = 4, 32, 24
+    x, gain, router = random(1, 20, width), random(width), random(n_experts, width, scale=0.3)
+    gates, ups = ([random(hidden, width) for _ in range(n_experts + 1)] for _ in range(2))
+    downs = [random(width, hidden) for _ in range(n_experts + 1)]
+    leaves = [x, gain, router, *gates, *ups, *downs]
+    geometry = MoEGeometry(n_experts, 2, 1, EPS, False, PRODUCTS["triton_grouped"])
+    copies, joined_copy = [], fused_moe_module.joined_copy
+
+    def observed(groups, dtype):
+        joined = joined_copy(groups, dtype)
+        copies.append(weakref.ref(joined))
+        return joined
+
+    monkeypatch.setattr(fused_moe_module, "joined_copy", observed)
+
+    def forward(x):
+        return fused_moe(x, geometry, gain, router, None, gates, ups, downs)[0]
+
+    y = checkpoint(forward, x, use_reentrant=False) if recomputed else forward(x)
+    routed = copies[:2]  # of the shared expert a part is kept as a view
+    assert [copy() is None for copy in routed] == [recomputed] * 2
+    gradients = torch.autograd.grad(y.square().sum(), leaves)
+    for actual, expected in zip(gradients, torch.autograd.grad(forward(x).square().sum(), leaves), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_step_of_a_fused_optimizer_is_seen_by_the_next_forward_pass():
