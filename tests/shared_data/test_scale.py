@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from pipeline_corpus import STAGES, context_of, hashes, make_corpus, run_all
-from test_kills import MANY_TASKS, begun, start_child
+from killing import begun, start_child, workers_killed
+from pipeline_corpus import MANY_TASKS, STAGES, context_of, hashes, make_corpus, run_all
 
 from shared_data.errors import UserError
 from shared_data.executor import OthersNotDone, Result, Task, Workers, run_tasks
@@ -102,27 +100,8 @@ def test_errors_on_ray_reach_the_user(tmp_path):
 def test_the_pipeline_on_ray_with_a_worker_killed_gives_the_bytes_of_one_process(clean_run):
     folder, expected = clean_run
     context = context_of(folder, root="ray", workers=ON_RAY)
-    killed = []
-    done = threading.Event()
-
-    def killer():
-        while not done.wait(0.002) and len(killed) < 2:
-            if begun(context.layout.root) >= 6 + 20 * len(killed):
-                for process in psutil.Process().children(recursive=True):
-                    if process.name().startswith("ray::"):
-                        busy = "_execute_in" in " ".join(process.cmdline())
-                        if busy:
-                            process.kill()
-                            killed.append(process.pid)
-                            break
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
+    with workers_killed(context.layout.root, 2, (6, 20), seed=3) as killed:
         run_all(context)
-    finally:
-        done.set()
-        thread.join()
     assert killed
     assert hashes(context.layout.root) == expected
 
