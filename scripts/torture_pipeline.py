@@ -175,7 +175,8 @@ def torture(
 ) -> int:
     """Run the pipeline in every way and kill it; exit code 1 if any byte or any account is wrong."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
+    # Ray prints of each worker that died; the tables alone are the result.
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         ground = Ground(Path(name))
         outcomes = spread(ground)
         outcomes.append(kill_runs(ground, kills, seed))

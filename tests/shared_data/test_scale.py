@@ -1,5 +1,6 @@
 """Beyond one process tree: tasks on Ray with a worker killed, and shares of an array of jobs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -97,12 +98,17 @@ def test_errors_on_ray_reach_the_user(tmp_path):
         run_tasks(tasks_of(tmp_path, {"killer": Write(tmp_path / "out", "always")}), workers=ON_RAY, label="x")
 
 
-def test_the_pipeline_on_ray_with_a_worker_killed_gives_the_bytes_of_one_process(clean_run):
+def test_the_pipeline_on_ray_with_a_worker_killed_gives_the_bytes_of_one_process(clean_run, capsys):
     folder, expected = clean_run
     context = context_of(folder, root="ray", workers=ON_RAY)
     with workers_killed(context.layout.root, 2, (6, 20), seed=3) as killed:
-        run_all(context)
+        assert [run_stage(stage.run, context, True) for stage in STAGES] == [0] * len(STAGES)
     assert killed
+    reports = capsys.readouterr().out
+    while reports:
+        report, end = json.JSONDecoder().raw_decode(reports)
+        assert "stage" in report
+        reports = reports[end:].lstrip()
     assert hashes(context.layout.root) == expected
 
 
