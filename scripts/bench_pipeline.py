@@ -38,10 +38,11 @@ from shared_data.tokenizer import load_tokenizer  # noqa: E402
 
 PACKAGES = (
     "rust-doc", "petsc3.18-doc", "python3.11-doc", "python-scipy-doc", "python-sympy-doc", "python-django-doc",
-    "python-pandas-doc", "python-sklearn-doc", "linux-doc-6.1",
+    "python-pandas-doc", "python-sklearn-doc", "linux-doc-6.1", "cppreference-doc-en-html",
 )  # fmt: skip
 MEGABYTE = 1_000_000
-CRUMB_MEGABYTES = 0.05
+CRUMB_MEGABYTES = 0.1
+CRUMB_CONFIG = {"pipeline": {"task_bytes": 5_000}, "shard_size_tokens": 1_000, "pack": {"long_context": {"share": 0}}}
 CHAIN = ("clean", "tokenize", "pack_shards")
 WINDOW = 4096
 
@@ -157,7 +158,8 @@ def bench_stages(corpus: Path, n_bytes: int, folder: Path, workers: int) -> dict
     found: dict[str, Any] = {"megabytes": n_bytes / MEGABYTE}
     for stage in ("download_raw", *CHAIN):
         command = [sys.executable, "-m", f"shared_data.scripts.{stage}", "--mixture", str(folder / "mixture.yaml"),
-                   "--data-root", str(folder / "data"), "--workers", str(workers)]  # fmt: skip
+                   "--data-config", str(folder / "data_config.yaml"), "--data-root", str(folder / "data"),
+                   "--workers", str(workers)]  # fmt: skip
         wall, cpu, rss = run_measured(command, environment)
         found[stage] = {"seconds": wall, "cpu_seconds": cpu, "rss_mb": rss}
     for key in ("seconds", "cpu_seconds"):
@@ -179,8 +181,9 @@ def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bench_chain(corpus: Path, sizes: list[float], repeats: int, folder: Path) -> dict[str, Any]:
-    """The stages on the sizes by one worker, and on the largest by two; and on a crumb: what their start takes."""
-    cases = {f"{megabytes:g} MB, 1 worker": (megabytes, 1) for megabytes in (CRUMB_MEGABYTES, *sizes)}
+    """The stages on the sizes by one worker, and on the largest by two; their start, taken off, is that on a crumb."""
+    sized = {f"{megabytes:g} MB, 1 worker": (megabytes, 1) for megabytes in sizes}
+    cases = {"start 1": (CRUMB_MEGABYTES, 1), "start 2": (CRUMB_MEGABYTES, 2), **sized}
     cases[f"{sizes[-1]:g} MB, 2 workers"] = (sizes[-1], 2)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     for repeat in range(repeats):
@@ -188,18 +191,21 @@ def bench_chain(corpus: Path, sizes: list[float], repeats: int, folder: Path) ->
             own = folder / f"{number}-{repeat}"
             own.mkdir()
             n_bytes = cut_corpus(corpus, megabytes, own / "in.jsonl")
+            # A crumb is cut too, so that two workers start for it.
+            config = CRUMB_CONFIG if megabytes == CRUMB_MEGABYTES else {}
+            (own / "data_config.yaml").write_text(yaml.safe_dump({"seed": 42, **config}))
             runs[name].append(bench_stages(own / "in.jsonl", n_bytes, own, workers))
-            last = repeat == repeats - 1 and megabytes == sizes[-1]
-            if not last:
+            if repeat < repeats - 1 or megabytes != sizes[-1]:
                 shutil.rmtree(own)
     found = {name: median_of(own) for name, own in runs.items()}
-    crumb = found.pop(f"{CRUMB_MEGABYTES:g} MB, 1 worker")
-    for own in found.values():
-        own["start"] = {key: crumb[key] for key in ("seconds", "cpu_seconds")}
+    starts = {workers: found.pop(f"start {workers}") for workers in (1, 2)}
+    for name, own in found.items():
+        start = starts[cases[name][1]]
+        own["start"] = {key: start[key] for key in ("seconds", "cpu_seconds")}
         for stage in CHAIN:
-            own[stage]["start_cpu_seconds"] = crumb[stage]["cpu_seconds"]
-        own["mb_per_s"] = own["megabytes"] / (own["seconds"] - crumb["seconds"])
-        own["mb_per_cpu_s"] = own["megabytes"] / (own["cpu_seconds"] - crumb["cpu_seconds"])
+            own[stage]["start_cpu_seconds"] = start[stage]["cpu_seconds"]
+        own["mb_per_s"] = own["megabytes"] / (own["seconds"] - start["seconds"])
+        own["mb_per_cpu_s"] = own["megabytes"] / (own["cpu_seconds"] - start["cpu_seconds"])
         own["mb_per_cpu_s_with_start"] = own["megabytes"] / own["cpu_seconds"]
     return found
 
@@ -264,7 +270,7 @@ def bench(corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
             few = folder / "few.jsonl"
             n_bytes = cut_corpus(corpus, options.datatrove_megabytes, few)
             (folder / "few").mkdir()
-            found["as datatrove"] = bench_chain(few, [options.datatrove_megabytes], 1, folder / "few")
+            found["as datatrove"] = bench_chain(few, [options.datatrove_megabytes], options.repeats, folder / "few")
             found["datatrove"] = {
                 words: bench_datatrove(options.datatrove, few, n_bytes, folder, words)
                 for words in ("spacy", "white_space")
@@ -315,7 +321,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="JSON lines with id and text")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[50, 200], help="sizes of the pipeline's input")
     parser.add_argument("--datatrove", metavar="PYTHON", help="interpreter of an environment with datatrove")
-    parser.add_argument("--datatrove-megabytes", type=float, default=10, help="size of the input for the comparison")
+    parser.add_argument("--datatrove-megabytes", type=float, default=30, help="size of the input for the comparison")
     parser.add_argument("--repeats", type=int, default=3, help="runs of the stages, of which the medians count")
     parser.add_argument("--scratch", type=Path, help="folder for what is written meanwhile, some 2 GB")
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
