@@ -208,6 +208,7 @@ class Scene:
     def run(self, command: str) -> str:
         """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""
         words = [STEPS.get(word, word) for word in in_words(command)]
+        assert words[0] in ("gpt-oss-lite", "python"), f"{command}: only NOT_RUN can name another program's command"
         file = words[-1] if words[-2:-1] == [">"] else None
         words = words[:-2] if file else words
         starts = [start for start in SMALLER if bare(command).startswith(start)]
