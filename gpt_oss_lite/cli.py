@@ -4,19 +4,17 @@ A command reads its options, hands them to the one function that does the work, 
 are imported inside, so that --help answers at once. Results go to standard output, everything else to standard error.
 """
 
-import json
 import logging
-import math
-import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from gpt_oss_lite.export.commands import export, import_stock
+from gpt_oss_lite.inference.commands import evaluate, generate, passkey
+from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.report.commands import monitor, report
 from gpt_oss_lite.training import checkpoint_commands
 from gpt_oss_lite.training.doctor import doctor
@@ -27,15 +25,10 @@ from shared_data.page import corpus
 from shared_data.prepare_data import prepare
 from shared_data.verify import verify
 
-if TYPE_CHECKING:
-    from gpt_oss_lite.model.transformer import GPTOSS
-    from shared_data.tokenizer import Tokenizer
-
 app = typer.Typer(
     help="GPT-OSS-Lite: pre-train a sparse mixture-of-experts language model, from raw text to samples.",
     epilog="Exit codes: 0 done, 1 failed, 2 bad input or usage, 3 stopped by a signal or time limit after a good "
     "save, 4 stopped by the NaN guard. --debug anywhere shows the traceback of an error.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -47,19 +40,11 @@ app.command()(report)
 app.command()(monitor)
 app.command()(inspect)
 app.command()(corpus)
-
-Config = Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe (training.lr=3e-4); repeatable."),
-]
-Checkpoint = Annotated[
-    Path, typer.Option("--checkpoint", metavar="RUN", help="Run folder, or its checkpoints/.", show_default=False)
-]
-Step = Annotated[
-    int | None, typer.Option("--step", min=0, help="Step of the checkpoint. Default: the newest complete one.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(passkey)
+app.command()(export)
+app.command("import")(import_stock)
 
 
 class _SayHandler(logging.Handler):
@@ -135,195 +120,25 @@ def pretrain(
 
 
 @app.command()
-def generate(
-    checkpoint: Checkpoint,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; may be empty. Without it, each line of the input is one.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 64,
-    step: Step = None,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this share only.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Draw among tokens of this share of the likeliest one's probability only.")
-    ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that are there already are rarer.")] = 1.0,
-    samples: Annotated[int, typer.Option(min=1, help="Continuations to draw.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same continuations.")] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print each token as soon as it is drawn.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Continue a text with a trained model; without --prompt, one text after another from the standard input."""
-    from gpt_oss_lite.inference import text
-
-    settings = text.Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if (stream or prompt is None) and (as_json or samples > 1):
-        option = "--stream" if stream else "the standard input"
-        raise UserError(f"{option} goes with neither --json nor --samples {samples}: it prints one text as it comes")
-    model, tokenizer = _load(checkpoint, step)
-    if prompt is None:
-        text.repl(model, tokenizer, settings, sys.stdin, sys.stdout)
-        return
-    with _naming_options(vars(settings)):
-        if stream:
-            text.say_speed(text.stream_text(model, tokenizer, prompt, settings, sys.stdout))
-            return
-        drawn, speed = text.complete(model, tokenizer, prompt, settings, n_samples=samples)
-    texts = [tokenizer.decode(sample.ids) for sample in drawn]
-    if as_json:
-        rows = zip(texts, drawn, strict=True)
-        results = [{"text": text, "tokens": len(sample.ids), "stopped": sample.stopped} for text, sample in rows]
-        print_json({"prompt": prompt, "samples": results, "tokens_per_s": speed.decode_tokens_per_s})
-        return
-    for continuation in texts:
-        print(prompt + continuation)
-    text.say_speed(speed)
-
-
-@app.command("eval")
-def evaluate(
-    checkpoint: Checkpoint,
-    data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Corpus to score, e.g. .../validation.", show_default=False)
-    ],
-    step: Step = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows of one forward pass.")] = 8,
-    positions: Annotated[
-        int | None,
-        typer.Option(metavar="T", min=2, help="Instead: loss by position in windows of T tokens, at the scale for T."),
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this one, every key commented.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a model on a corpus: loss, perplexity and bits per byte, overall and per source."""
-    from gpt_oss_lite.inference.perplexity import by_position
-    from gpt_oss_lite.inference.perplexity import evaluate as score
-    from gpt_oss_lite.training.checkpoint import load_model
-    from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+    """List the recipes that come with the package, or print one: `gpt-oss-lite recipes quickstart > mine.yaml`."""
+    from gpt_oss_lite.config.shipped import shipped_recipes, summary
 
-    model, _ = load_model(checkpoint, step, _device())
-    dataset = PretrainDataset(data, positions or model.config.max_seq_len, model.config.embedding_rows)
-    check_corpus(dataset, model.config)
-    if positions is not None:
-        if positions > model.config.eval_context:
-            raise UserError(
-                f"--positions is {positions}: it must be at most {model.config.eval_context} (eval_max_seq_len)"
-            )
-        spans = by_position(model, dataset, micro_batch_size=batch_size)
-        if as_json:
-            print_json([vars(span) for span in spans])
-            return
-        print(f"{'positions':>16} {'loss':>8} {'tokens':>12}")
-        for span in spans:
-            print(f"{f'{span.start:,}-{span.stop:,}':>16} {span.loss:8.4f} {span.tokens:12,}")
-        return
-    result = score(model, dataset, micro_batch_size=batch_size)
-    if as_json:
-        print_json(result.as_dict())
-        return
-    print(f"{'source':<20} {'loss':>8} {'perplexity':>12} {'bits/byte':>10} {'tokens':>12}")
-    for name, part in [*result.by_source.items(), ("all", result.total)]:
-        bits = "n/a" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}"
-        print(f"{name:<20} {part.loss:8.4f} {part.perplexity:12.5g} {bits:>10} {part.tokens:12,}")
-
-
-@app.command()
-def passkey(
-    checkpoint: Checkpoint,
-    step: Step = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens of a text; repeatable. Default: a quarter of the window, doubled up to the longest."),
-    ] = None,
-    depths: Annotated[int, typer.Option(min=1, help="Depths of the key, evenly from the start to the end.")] = 5,
-    trials: Annotated[int, typer.Option(min=1, help="Texts of each length and depth.")] = 10,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Corpus to hide the keys in. Default: a few plain sentences.")
-    ] = None,
-    rope_scale: Annotated[
-        float | None, typer.Option(help="YaRN scale. Default: for each length the smallest that covers it.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides keys and texts.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the heat map: .png or .svg.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find out how far back a model still reads: a number hidden in long texts, by their length and its depth."""
-    from gpt_oss_lite.inference import passkey as keys
-
-    if plot is not None:
-        keys.check_picture(plot)
-    model, tokenizer = _load(checkpoint, step)
-    filler = None if data is None else keys.open_corpus_filler(data, model.config, tokenizer)
-    lengths = length or keys.default_lengths(model.config)
-    shares = [index / max(depths - 1, 1) for index in range(depths)]
-    cells = keys.passkey(
-        model, tokenizer, lengths, shares, trials=trials, seed=seed, filler=filler, rope_scale=rope_scale
-    )
-    if plot is not None:
-        keys.heat_map(cells, plot, f"Passkeys found: {checkpoint.name}, {trials} texts a cell")
-    if as_json:
-        print_json([{**vars(cell), "accuracy": cell.accuracy} for cell in cells])
-        return
-    print(f"{'length':>9} {'depth':>6} {'found':>12} {'nats/token':>11}")
-    for cell in cells:
-        found = f"{cell.found} of {cell.trials}"
-        print(f"{cell.length:9,} {cell.depth:6.0%} {found:>12} {cell.nats_per_token:11.4f}")
-
-
-@app.command()
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; not there yet.", show_default=False)],
-    step: Step = None,
-    rope_scale: Annotated[
-        float | None, typer.Option(help="YaRN scale of the exported model. Default: the checkpoint's.")
-    ] = None,
-    max_shard_gb: Annotated[float, typer.Option(help="Largest file of weights, in 1e9 bytes.")] = 5.0,
-    plain_tokenizer: Annotated[
-        bool, typer.Option("--plain-tokenizer", help="The tokenizer puts no end-of-document id before a text.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write a checkpoint as a folder that Hugging Face transformers loads."""
-    from gpt_oss_lite.export.hf import export_checkpoint
-
-    if not 0 < max_shard_gb < math.inf:
-        raise UserError(f"--max-shard-gb is {max_shard_gb:g}: it must be finite and above 0")
-    done = export_checkpoint(
-        checkpoint,
-        out,
-        step=step,
-        rope_scale=rope_scale,
-        max_shard_bytes=int(max_shard_gb * 1e9),
-        document_start=not plain_tokenizer,
-    )
-    if as_json:
-        print_json({**vars(done), "folder": str(done.folder)})
-        return
-    remote = "" if done.layout == "gpt_oss" else ", trust_remote_code=True"
-    print(f"{done.folder}: {', '.join(done.files)}; weights {done.n_bytes:,} B")
-    print(f'load it: AutoModelForCausalLM.from_pretrained("{done.folder}"{remote})')
-    if not done.has_tokenizer:
-        say("no tokenizer files: the model's vocabulary is not the LLaMA-3 tokenizer's")
-
-
-@app.command("import")
-def import_stock(
-    source: Annotated[
-        Path, typer.Option("--from", metavar="DIR", help="Folder of a stock gpt-oss model.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to write; not there yet.", show_default=False)],
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Ids that may be generated, where rows above them are padding.")
-    ] = None,
-) -> None:
-    """Read a stock gpt-oss model, as transformers saves it, as a checkpoint to generate with or to train on from."""
-    from gpt_oss_lite.export.importing import import_checkpoint
-    from gpt_oss_lite.model.transformer import describe_parameters
-
-    model = import_checkpoint(source, out, vocab_size=vocab_size)
-    say(describe_parameters(model))
-    print(f"{out}: step 0; train on from it: gpt-oss-lite pretrain --config {out}/config.yaml --init-from {out}")
+    shipped = shipped_recipes()
+    if name is not None and name not in shipped:
+        raise UserError(f"NAME is {name}: it must be one of {', '.join(shipped)}")
+    if name is not None:
+        print(shipped[name].read_text(), end="")
+    elif as_json:
+        print_json({key: {"file": str(path), "summary": summary(path)} for key, path in shipped.items()})
+    else:
+        for key, path in shipped.items():
+            print(f"{key:<{max(map(len, shipped))}}  {summary(path)}")
 
 
 @app.command()
@@ -366,57 +181,6 @@ def estimate(
         return
     print(f"parameters: {total:,}, active per token: {active:,}; {flops:,} FLOP/token, forward and backward")
     print(result.table())
-
-
-def _device() -> Literal["cuda", "cpu"]:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _load(checkpoint: Path, step: int | None) -> "tuple[GPTOSS, Tokenizer]":
-    """A model and the tokenizer that its corpus was made with.
-
-    Raises:
-        UserError: the model has another vocabulary.
-    """
-    from gpt_oss_lite.training.checkpoint import load_model
-    from shared_data.tokenizer import load_tokenizer
-
-    model, _ = load_model(checkpoint, step, _device())
-    tokenizer = load_tokenizer()
-    rows = model.config.embedding_rows
-    if model.config.vocab_size != tokenizer.vocab_size or tokenizer.eos_token_id >= rows:
-        raise UserError(
-            f"{checkpoint}: the model has vocab_size {model.config.vocab_size} and {rows} rows, but the tokenizer "
-            f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and EOS {tokenizer.eos_token_id}"
-        )
-    return model, tokenizer
-
-
-@contextmanager
-def _naming_options(names: Iterable[str]) -> Iterator[None]:
-    """Errors about arguments name the options that they came from, and the one prompt without its number."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).replace("prompt 0 ", "the prompt ")
-        for name in names:
-            message = re.sub(rf"\b{name} is ", f"--{name.replace('_', '-')} is ", message)
-        raise UserError(message) from None
-
-
-def print_json(value: Any) -> None:
-    """Print a result on standard output for other programs. JSON has no infinity and no NaN: they become null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -15,7 +15,7 @@ import needs_packages  # noqa: F401
 import torch
 import typer
 
-from gpt_oss_lite.cli import AsJson, Config, Overrides, print_json
+from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
 from shared_data.console import run_app, say
 

@@ -70,6 +70,9 @@ def prepare_corpus(commands: Commands, total_tokens: int | None, source_bytes: i
     settings = [SCRIPTS / "demo_mixture.yaml", SCRIPTS / "demo_data.yaml"]
     sizes = ["--total-tokens", str(total_tokens)] if total_tokens else []
     command = ["prepare", "--mixture", settings[0], "--data-config", settings[1], "--data-root", DATA, *sizes]
+    command.append(
+        "--allow-changed"
+    )  # the demo's own folder: another size, or other installed packages, may replace it
     inputs = [*settings, *(DATA / "sources" / f"{source}.jsonl" for source in SOURCES)]
     if (
         (CORPUS / "manifest.json").exists()

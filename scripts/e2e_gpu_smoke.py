@@ -19,9 +19,9 @@ import torch
 import typer
 from torch import Tensor
 
-from gpt_oss_lite.cli import AsJson, Overrides, print_json
 from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.checkpoint import load_model
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.pretrain import PretrainOptions, save, train_step
@@ -32,7 +32,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 RECIPE = Path(__file__).resolve().parents[1] / "configs" / "pretrain_gpu_smoke.yaml"
 STEPS = 3
-PROMPT_TOKENS, NEW_TOKENS = 20, 40  # beyond the window of the recipe's windowed layers
+PROMPT_TOKENS, NEW_TOKENS = (
+    20,
+    44,
+)  # beyond the recipe's window; together one of its training windows, which FlexAttention knows
 # On the CPU only the vocabulary is cut: everything else of the recipe is a miniature already.
 CPU_SETTINGS = ["model.vocab_size=2000", "model.padded_vocab_size=null"]
 # One pattern over and over, at once at the full rate: a loss that does not fall then is a fault, not bad luck.

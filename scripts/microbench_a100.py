@@ -18,15 +18,17 @@ import torch
 import typer
 from timing import time_steps
 
-from gpt_oss_lite.cli import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 from gpt_oss_lite.training.pretrain import PretrainOptions, train_step
+from gpt_oss_lite.training.profiling import WARMUP_STEPS, StepProfiler
 from gpt_oss_lite.training.run import open_run, plan_run
 from shared_data.console import progress, run_app, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+PROFILED_STEPS = 2
 
 
 @app.command()
@@ -39,6 +41,9 @@ def bench(
     threshold_gb: Annotated[float, typer.Option(min=0, help="Largest peak in GB of 10^9 bytes.")] = 25.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 6,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them, for compilation and caches.")] = 3,
+    profile: Annotated[
+        Path | None, typer.Option(help="After the timing, record two steps and write kernels.txt and a trace here.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
@@ -49,7 +54,7 @@ def bench(
     recipe = load_recipe(config, settings)
     result = byte_counts(recipe)
     if torch.cuda.is_available():
-        result |= measure(config, settings, recipe, steps, warmup)
+        result |= measure(config, settings, recipe, steps, warmup, profile)
     else:
         say("no CUDA device: the step is not measured; here are the estimate and the bytes of its shapes")
     result["threshold_gb"] = threshold_gb
@@ -77,10 +82,13 @@ def byte_counts(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def measure(config: Path, settings: list[str], recipe: Recipe, steps: int, warmup: int) -> dict[str, Any]:
-    """Time the loop's own steps on random tokens; medians over `steps`."""
+def measure(
+    config: Path, settings: list[str], recipe: Recipe, steps: int, warmup: int, profile: Path | None = None
+) -> dict[str, Any]:
+    """Time the loop's own steps on random tokens; medians over `steps`. A profile is of further steps."""
     model, training = recipe.model, recipe.training
-    windows = (warmup + steps) * training.micro_batch_size * training.gradient_accumulation_steps
+    profiled = 0 if profile is None else WARMUP_STEPS + PROFILED_STEPS
+    windows = (warmup + steps + profiled) * training.micro_batch_size * training.gradient_accumulation_steps
     ids = np.random.default_rng(0).integers(model.vocab_size, size=windows * model.max_seq_len + 1, dtype="<u4")
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "tokens.bin")
@@ -94,6 +102,11 @@ def measure(config: Path, settings: list[str], recipe: Recipe, steps: int, warmu
                 report.advance(1)
 
             seconds, peak = time_steps(step, warmup, steps)
+        if profile is not None:
+            profiler = StepProfiler(profile, PROFILED_STEPS)
+            for _ in range(profiled):
+                train_step(run)
+                profiler.step()
     tokens = training.micro_batch_size * training.gradient_accumulation_steps * model.max_seq_len
     tokens_per_s = tokens / seconds
     name = torch.cuda.get_device_name()

@@ -33,8 +33,27 @@ _BAD_INPUT_ERRNOS = {
 }  # fmt: skip
 
 
+_muted_as: list[str] = []
+"""The name of this process, where another one speaks for it."""
+
+
+def mute(name: str) -> None:
+    """Say nothing more in this process but errors, those with its name: another one says the same."""
+    _muted_as[:] = [name]
+
+
 def say(message: str) -> None:
     """Print one line to standard error; where its reader has gone (a closed terminal), work goes on without."""
+    if not _muted_as:
+        _print(message)
+
+
+def complain(message: str) -> None:
+    """Say what is wrong, in a muted process too."""
+    _print(": ".join([*_muted_as, message]))
+
+
+def _print(message: str) -> None:
     with _without_a_reader():
         print(message, file=sys.stderr, flush=True)
 
@@ -137,7 +156,7 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
         lines: whether to print lines where there is no terminal; False for work that logs its own.
     """
     console = Console(file=cast(TextIO, _Screen(sys.stderr)))
-    if not console.is_terminal:
+    if not console.is_terminal or _muted_as:
         yield ProgressReporter(label, total, unit, None, lines)
         return
     if _shown:
@@ -187,7 +206,7 @@ def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str
     except (UserError, OSError) as error:
         if debug:
             traceback.print_exc()
-        say(f"error: {describe(error)}")
+        complain(f"error: {describe(error)}")
         bad_input = isinstance(error, UserError) or error.errno in _BAD_INPUT_ERRNOS
         return EXIT_BAD_INPUT if bad_input else EXIT_FAILED
 

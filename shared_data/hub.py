@@ -15,7 +15,7 @@ from shared_data.config import Source
 from shared_data.errors import UserError, require_extra
 from shared_data.files import write_if_changed
 from shared_data.records import check_suffixes
-from shared_data.remote import Patience, RemoteFile, find_remote_files, may_pass
+from shared_data.remote import Patience, RemoteFile, find_remote_files, may_pass, refuse_offline
 
 
 class Revision(BaseModel):
@@ -71,6 +71,8 @@ def _look_up(source: Source) -> tuple[list[str], str | None]:
     # The library's bars would only mix with ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     datasets = require_extra("datasets", "data")
+    if not Path(str(source.dataset)).exists():
+        refuse_offline(f"source {source.id}: dataset {source.dataset}")
 
     def build() -> Any:
         try:

@@ -27,6 +27,8 @@ class Piece:
     shard: str
     document: int
     """Number of the document in its shard."""
+    id: str | None
+    """Its id or URL at its source, else its place there; None: nobody knows."""
     is_passkey: bool
     begin: int
     """First token in the window."""
@@ -68,6 +70,7 @@ class Corpus:
                 source=sidecar.sources[sidecar.source_index[number]] if sidecar else None,
                 shard=self.paths[shard].name,
                 document=number,
+                id=sidecar.ids[number] if sidecar and sidecar.ids is not None else None,
                 is_passkey=bool(sidecar and number in sidecar.inserts),
                 begin=first,
                 n_tokens=last - first,
@@ -78,7 +81,7 @@ class Corpus:
 
     def _boundaries(self, shard: int, ids: np.ndarray) -> tuple[np.ndarray, Sidecar | None]:
         if sidecar_path(self.paths[shard]).is_file():
-            sidecar = read_sidecar(self.paths[shard])
+            sidecar = read_sidecar(self.paths[shard], with_ids=True)
             return sidecar.starts, sidecar
         ends = np.flatnonzero(ids == self.manifest.eos_token_id)
         return np.concatenate([[0], ends[ends + 1 < len(ids)] + 1]), None
@@ -98,9 +101,10 @@ def describe(piece: Piece, n_chars: int | None) -> str:
     kind = f"{source}, passkey" if piece.is_passkey else source
     begins = "" if piece.starts_here else ", begun in an earlier window"
     ends = "[end of document]" if piece.ends_here else "[goes on in the next window]"
+    known = "" if piece.id is None or piece.is_passkey else f", from {excerpt(piece.id, EXCERPT_CHARS)}"
     place = f"document {piece.document} of {piece.shard}, tokens {piece.begin} to {piece.begin + piece.n_tokens - 1}"
     text = piece.text if n_chars is None else excerpt(piece.text, n_chars)
-    return f"--- {kind}: {place}{begins}\n{text}\n    {ends}"
+    return f"--- {kind}: {place}{known}{begins}\n{text}\n    {ends}"
 
 
 def inspect(

@@ -1,9 +1,9 @@
 """The long-context share: windows of exactly `window_tokens` that hold whole documents, and a passkey in what is left.
 
 A window belongs to one source, which is charged for all of it. Documents are placed best-fit decreasing (Ding et al.,
-2024, "Fewer Truncations Improve Language Modeling"): the longest first, each into the fullest window that can take it.
-What is left of a window is either nothing or enough for two inserts, documents of their own: one that tells a key,
-before a document of the window, and one that asks for it, at the window's end.
+2024, "Fewer Truncations Improve Language Modeling"): the longest first, each into the fullest window that can take it
+and keep room for two inserts, documents of their own: one that tells a key, before a document of the window, and one
+that asks for it, at the window's end. Only a document that fills a window alone leaves none.
 """
 
 import functools
@@ -40,7 +40,8 @@ def pack_windows(lengths: np.ndarray, count: int, window_tokens: int) -> list[np
 
     Returns:
         for each window the places of its documents in `lengths`, rising; at most `count` windows. The windows are in
-        the order of their longest document's place. What a window does not fill is 0 or at least 2 * INSERT_TOKENS.
+        the order of their longest document's place. What is left of each is at least 2 * INSERT_TOKENS, or 0 where one
+        document fills it.
     """
     fits = np.flatnonzero((lengths == window_tokens) | (lengths <= window_tokens - 2 * INSERT_TOKENS))
     enough = int(np.searchsorted(np.cumsum(lengths[fits]), count * window_tokens)) + 1
@@ -59,7 +60,7 @@ def _best_fit(lengths: np.ndarray, places: list[int], count: int, window_tokens:
     rooms = 0  # bit r is set where a window has room for r tokens
     for place in places:
         length = int(lengths[place])
-        room = length if by_room.get(length) else _smallest(rooms, length + 2 * INSERT_TOKENS)
+        room = _smallest(rooms, length + 2 * INSERT_TOKENS)
         if room is not None:
             window = by_room[room].pop()
             if not by_room[room]:

@@ -2,17 +2,19 @@
 
     FOLDER/manifest.json
     FOLDER/shard_00000.bin     little-endian uint32 ids and nothing else; each document ends with the EOS id
-    FOLDER/shard_00000.idx     where its documents start, their source and length in bytes (safetensors)
+    FOLDER/shard_00000.idx     where its documents start, their source, length in bytes and id (safetensors)
 
 The manifest is a function of the shards and sidecars alone (`build_manifest`), so that a lost one is rebuilt byte for
 byte and never guessed. Readers that know only the .bin files are unaffected by the rest.
 """
 
+import hashlib
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import safetensors
@@ -26,6 +28,8 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = "1.0.0"
 TOKEN_BYTES = 4
 TOKEN_DTYPE = np.dtype("<u4")
+SIDECAR_VERSION = 2
+"""2: with the documents' ids, which a reader of version 1 passes over."""
 _SIDECAR_KEY = "sidecar"
 
 
@@ -85,6 +89,8 @@ class Sidecar:
     position: Position
     inserts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Which of the documents are passkey inserts, not text of their source, int64."""
+    ids: Sequence[str] | None = None
+    """Where each document comes from: its id or URL at its source, else its place there. None: unknown, or not read."""
 
     @property
     def sources(self) -> list[str]:
@@ -111,18 +117,35 @@ def sidecar_bytes(sidecar: Sidecar) -> bytes:
     }
     if len(sidecar.inserts):
         arrays["inserts"] = sidecar.inserts.astype(np.int64)
-    about = {
-        "version": 1,
+    about: dict[str, Any] = {
+        "version": 1 if sidecar.ids is None else SIDECAR_VERSION,
         "n_tokens": sidecar.n_tokens,
         "sha256": sidecar.sha256,
         "position": sidecar.position.model_dump(),
         "info": sidecar.info.model_dump(),
     }
+    if sidecar.ids is not None:
+        arrays["ids"], arrays["id_ends"] = join_ids([name.encode() for name in sidecar.ids])
+        about["ids_sha256"] = _digest_of_ids(arrays)
     return save_safetensors(arrays, metadata={_SIDECAR_KEY: json.dumps(about)})
 
 
-def read_sidecar(path: Path | str) -> Sidecar:
-    """Read a sidecar, given its path or that of its shard.
+def join_ids(ids: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids as a file keeps them: their UTF-8 bytes, uint8, and where each of the N ends, int64 (N,)."""
+    return np.frombuffer(b"".join(ids), np.uint8), np.cumsum([len(own) for own in ids], dtype=np.int64)
+
+
+def split_ids(content: np.ndarray, ends: np.ndarray, rows: Sequence[int] | np.ndarray) -> list[str]:
+    """Some of the ids that `join_ids` joined."""
+    return [content[ends[row - 1] if row else 0 : ends[row]].tobytes().decode() for row in rows]
+
+
+def _digest_of_ids(arrays: dict[str, np.ndarray]) -> str:
+    return hashlib.sha256(arrays["ids"].tobytes() + arrays["id_ends"].tobytes()).hexdigest()
+
+
+def read_sidecar(path: Path | str, *, with_ids: bool = False) -> Sidecar:
+    """Read a sidecar, given its path or that of its shard; the documents' ids only if asked for.
 
     Raises:
         UserError: it is missing or damaged.
@@ -137,12 +160,19 @@ def read_sidecar(path: Path | str) -> Sidecar:
             about = json.loads(file.metadata()[_SIDECAR_KEY])
             optional = {"inserts"} & set(file.keys())
             arrays = {name: file.get_tensor(name) for name in ("starts", "source_index", "n_bytes", *optional)}
+            ids = _read_ids(file, about["ids_sha256"]) if with_ids and "ids_sha256" in about else None
         info, position = CorpusInfo.model_validate(about["info"]), Position.model_validate(about["position"])
-        return Sidecar(
-            **arrays, n_tokens=int(about["n_tokens"]), sha256=str(about["sha256"]), info=info, position=position
-        )
+        known: dict[str, Any] = {"n_tokens": int(about["n_tokens"]), "sha256": str(about["sha256"]), "ids": ids}
+        return Sidecar(**arrays, **known, info=info, position=position)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a whole sidecar ({str(error).splitlines()[0]}); pack the corpus again") from None
+
+
+def _read_ids(file: Any, sha256: str) -> list[str]:
+    arrays = {name: file.get_tensor(name) for name in ("ids", "id_ends")}
+    if _digest_of_ids(arrays) != sha256:
+        raise ValueError("its documents' ids are damaged")
+    return split_ids(arrays["ids"], arrays["id_ends"], range(len(arrays["id_ends"])))
 
 
 class ShardEntry(_Record):

@@ -1,17 +1,21 @@
-"""The options that the pipeline's commands share, and how they become a stage's context."""
+"""The options that the pipeline's commands share, in one place, and how they become a stage's context."""
 
+import dataclasses
+import functools
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from shared_data.config import DEFAULT_DATA_CONFIG, Mixture, PipelineConfig, load_mixture, load_universal_data_config
-from shared_data.console import say
+from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.executor import OthersNotDone, Workers, end_with_parent
 from shared_data.layout import Layout, TurnLock
@@ -31,83 +35,117 @@ DataConfigOption = Annotated[
         "--data-config", readable=False, help="Pipeline settings. Without it: shared_data/config/data_config.yaml."
     ),
 ]
-SourceOption = Annotated[
-    list[str] | None, typer.Option("--source", metavar="ID", help="Only this source of the mixture; may be repeated.")
-]
-WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Processes. Without it: one per core that this process may use.")
-]
-ExecutorOption = Annotated[
-    Literal["pool", "ray"],
-    typer.Option("--executor", help="Processes of this machine, or tasks on Ray (see --ray-address)."),
-]
-RayAddressOption = Annotated[
-    str | None,
-    typer.Option(envvar="RAY_ADDRESS", metavar="ADDRESS", help="Ray cluster (auto, ...). Without it: this machine."),
-]
-TaskIndexOption = Annotated[
-    int, typer.Option(min=0, metavar="I", help="Do only the tasks of job I of an array (see --task-count).")
-]
-TaskCountOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Jobs of the array; start all again until none has anything left to do.")
-]
 DataRootOption = Annotated[
     Path, typer.Option(envvar="LLM_DATA_ROOT", readable=False, help="Folder of all that the pipeline writes.")
 ]
-TotalTokensOption = Annotated[int | None, typer.Option(min=1, help="Training tokens of the corpus.")]
-ShardSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a shard.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")]
 
 
-def make_context(
-    mixture: Path | None,
-    data_config: Path | None,
-    data_root: Path,
-    source: list[str] | None,
-    workers: int | Workers | None,
-    total_tokens: int | None = None,
-    shard_size_tokens: int | None = None,
-) -> Context:
-    """Read the config files and apply the options.
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """What `prepare` and each of its stages are told. A field is the option of its name (`takes_stage_options`)."""
 
-    Raises:
-        UserError: a file or an option is wrong.
-    """
-    mixed = load_mixture(mixture)
-    config = load_universal_data_config(data_config)
-    changes = {
-        "total_tokens": total_tokens or config.total_tokens,
-        "shard_size_tokens": shard_size_tokens or config.tokens_per_shard,
-        "pack": {**config.pack.model_dump(), "docs_per_shard_target": None},
-    }
-    config_name = str(data_config or DEFAULT_DATA_CONFIG)
-    config = check_config(PipelineConfig, {**config.model_dump(), **changes}, config_name)
-    return Context(
-        layout=Layout(data_root),
-        mixture=mixed,
-        config=config,
-        sources=tuple(own for own in mixed.sources if own.id in _selected(source, mixed)),
-        workers=workers if isinstance(workers, Workers) else make_workers(workers),
-        config_name=config_name,
-    )
+    mixture: MixtureOption = None
+    data_config: DataConfigOption = None
+    source: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Only this source of the mixture; may be repeated.")
+    ] = None
+    total_tokens: Annotated[int | None, typer.Option(min=1, help="Training tokens of the corpus.")] = None
+    shard_size_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a shard.")] = None
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Without it: one per core that this process may use.")
+    ] = None
+    executor: Annotated[
+        Literal["pool", "ray"], typer.Option(help="Processes of this machine, or tasks on Ray (see --ray-address).")
+    ] = "pool"
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAY_ADDRESS", metavar="ADDRESS", help="Ray cluster (auto, ...). Without it: this machine."
+        ),
+    ] = None
+    task_index: Annotated[
+        int, typer.Option(min=0, metavar="I", help="Do only the tasks of job I of an array (see --task-count).")
+    ] = 0
+    task_count: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Jobs of the array; start all again until none has anything left to do."),
+    ] = 1
+    data_root: DataRootOption = Path("data")
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Replace a corpus made with other settings or text.")
+    ] = False
+
+    def words(self) -> list[str]:
+        """The command line that gives another process these options."""
+        found = []
+        for field in dataclasses.fields(self):
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if isinstance(value, bool):
+                found += [option] if value else []
+            else:
+                each = value if isinstance(value, list) else [value]
+                found += [word for one in each if one is not None for word in (option, str(one))]
+        return found
+
+    def context(self) -> Context:
+        """Read the config files and apply the options.
+
+        Raises:
+            UserError: a file or an option is wrong.
+        """
+        mixed = load_mixture(self.mixture)
+        config = load_universal_data_config(self.data_config)
+        changes = {
+            "total_tokens": self.total_tokens or config.total_tokens,
+            "shard_size_tokens": self.shard_size_tokens or config.tokens_per_shard,
+            "pack": {**config.pack.model_dump(), "docs_per_shard_target": None},
+        }
+        config_name = str(self.data_config or DEFAULT_DATA_CONFIG)
+        config = check_config(PipelineConfig, {**config.model_dump(), **changes}, config_name)
+        return Context(
+            layout=Layout(self.data_root),
+            mixture=mixed,
+            config=config,
+            sources=tuple(own for own in mixed.sources if own.id in _selected(self.source, mixed)),
+            workers=self.who(),
+            config_name=config_name,
+            allow_changed=self.allow_changed,
+        )
+
+    def who(self) -> Workers:
+        """Who does the tasks.
+
+        Raises:
+            UserError: task_index is not below task_count.
+        """
+        index, count = self.task_index, self.task_count
+        if index >= count:
+            raise UserError(f"--task-index is {index}: it must be below --task-count ({count}); it counts from 0")
+        address = self.ray_address if self.executor == "ray" else None
+        return Workers(self.workers or len(os.sched_getaffinity(0)), self.executor, address, index, count)
 
 
-def make_workers(
-    count: int | None,
-    executor: Literal["pool", "ray"] = "pool",
-    ray_address: str | None = None,
-    task_index: int = 0,
-    task_count: int = 1,
-) -> Workers:
-    """Who does the tasks, as the options say.
+def takes_stage_options(function: Callable[..., int]) -> Callable[..., int]:
+    """A command with the options of StageOptions besides its own: the function's first argument holds them."""
+    hints = get_type_hints(StageOptions, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in dataclasses.fields(StageOptions)
+    ]
+    _, *own = inspect.signature(function, eval_str=True).parameters.values()
 
-    Raises:
-        UserError: task_index is not below task_count.
-    """
-    if task_index >= task_count:
-        raise UserError(f"--task-index is {task_index}: it must be below --task-count ({task_count}); it counts from 0")
-    address = ray_address if executor == "ray" else None
-    return Workers(count or len(os.sched_getaffinity(0)), executor, address, task_index, task_count)
+    @functools.wraps(function)
+    def command(**values: Any) -> int:
+        given = StageOptions(**{parameter.name: values.pop(parameter.name) for parameter in shared})
+        return function(given, **values)
+
+    # What typer reads a command's options from.
+    parameters = [*shared, *(parameter.replace(kind=keyword) for parameter in own)]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command
 
 
 def _selected(wanted: list[str] | None, mixture: Mixture) -> set[str]:
@@ -116,6 +154,18 @@ def _selected(wanted: list[str] | None, mixture: Mixture) -> set[str]:
         if name not in known:
             raise UserError(f"--source is {name!r}: the mixture {mixture.name} has {', '.join(known)}")
     return set(wanted or known)
+
+
+def stage_main(run: Callable[[Context], dict[str, Any]], module: str) -> int:
+    """The main program of a stage's module; returns the exit code."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command(help=(sys.modules[run.__module__].__doc__ or "").split("Run as")[0])
+    @takes_stage_options
+    def stage(given: StageOptions, as_json: JsonOption = False) -> int:
+        return run_stage(run, given.context(), as_json)
+
+    return run_app(app, prog_name=f"python -m shared_data.scripts.{module}")
 
 
 def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_json: bool) -> int:

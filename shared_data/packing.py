@@ -26,10 +26,13 @@ from shared_data.long_context import Insert, pack_windows, window_counts, window
 from shared_data.manifest import TOKEN_DTYPE, CorpusInfo, Position, sidecar_path
 from shared_data.mixture import Supply, check_supply, interleave, is_validation, shuffled
 from shared_data.shard_writer import ShardWriter, safe_progress, split_into_shards
-from shared_data.tokenizing import HEADER_BYTES, read_index, tokenizer_of
+from shared_data.tokenizing import HEADER_BYTES, read_ids, read_index, tokenizer_of
 
 OPEN_STREAMS = 256
 INSERT = -1
+INSERT_ID = "passkey"
+_OF_A_DOCUMENT = ("offset", "row", "n_tokens", "n_bytes")
+"""Columns of a plan that are the document's own, in the plan's order."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Documents:
     """Index into `streams`, int32 (N,)."""
     offset: np.ndarray
     """First token of each document in its stream, header not counted, int64 (N,)."""
+    row: np.ndarray
+    """Number of each document in its stream, int64 (N,)."""
     n_tokens: np.ndarray
     """Tokens, EOS included, int64 (N,)."""
     n_bytes: np.ndarray
@@ -59,6 +64,8 @@ class Plan:
     """Index into the streams of all sources, one after the other; or INSERT: the document is a passkey insert."""
     offset: np.ndarray
     """First token in the stream, or the insert's code."""
+    row: np.ndarray
+    """Number of the document in its stream; 0 for an insert."""
     n_tokens: np.ndarray
     n_bytes: np.ndarray
 
@@ -95,6 +102,7 @@ def read_documents(source: Source, streams: Sequence[Path]) -> Documents:
         streams=tuple(streams),
         stream=np.repeat(np.arange(len(streams), dtype=np.int32), counts),
         offset=np.concatenate([np.cumsum(index.n_tokens) - index.n_tokens for index in indices]),
+        row=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         n_tokens=np.concatenate([index.n_tokens for index in indices]),
         n_bytes=np.concatenate([index.n_bytes for index in indices]),
         hashes=np.concatenate([index.hashes for index in indices]),
@@ -207,18 +215,18 @@ def _plan_windows(
     indices = [index for index, some in enumerate(windows) if some]
     tokenizer = tokenizer_of(config.tokenizer)
     streams, used = np.cumsum([0, *(len(own.streams) for own in documents)]), [0] * len(documents)
-    lines: list[tuple[int, int, int, int, int]] = []
+    lines: list[tuple[int, ...]] = []
     for supply in interleave(supplies, total * window_tokens, "go_on").tolist():
         index = indices[supply]
         own, number = documents[index], used[index]
         rows = windows[index][number]
         used[index] += 1
         first = streams[index] + own.stream[rows]
-        columns = (first, own.offset[rows], own.n_tokens[rows], own.n_bytes[rows])
+        columns = (first, *(getattr(own, name)[rows] for name in _OF_A_DOCUMENT))
         window = [(index, *line) for line in zip(*(column.tolist() for column in columns), strict=True)]
         if gap := window_tokens - int(own.n_tokens[rows].sum()):
             tells, asks, place = window_inserts(gap, len(rows), config.seed, own.source.id, number)
-            about = [(index, INSERT, each.code, each.n_tokens, each.n_bytes(tokenizer)) for each in (tells, asks)]
+            about = [(index, INSERT, each.code, 0, each.n_tokens, each.n_bytes(tokenizer)) for each in (tells, asks)]
             window = [*window[:place], about[0], *window[place:], about[1]]
         lines += window
     return Plan(*(np.ascontiguousarray(column) for column in np.array(lines, np.int64).T))
@@ -227,12 +235,12 @@ def _plan_windows(
 def _gather(documents: Sequence[Documents], orders: Sequence[np.ndarray], chosen: np.ndarray) -> Plan:
     """Look up the chosen documents: the k-th time that a source is chosen, its k-th document comes."""
     first_stream = np.cumsum([0, *(len(own.streams) for own in documents)])
-    columns = {name: np.zeros(len(chosen), np.int64) for name in ("stream", "offset", "n_tokens", "n_bytes")}
+    columns = {name: np.zeros(len(chosen), np.int64) for name in ("stream", *_OF_A_DOCUMENT)}
     for index, (own, order) in enumerate(zip(documents, orders, strict=True)):
         places = np.flatnonzero(chosen == index)
         rows = order[: len(places)]
         columns["stream"][places] = own.stream[rows] + first_stream[index]
-        for name in ("offset", "n_tokens", "n_bytes"):
+        for name in _OF_A_DOCUMENT:
             columns[name][places] = getattr(own, name)[rows]
     return Plan(source_index=chosen, **columns)
 
@@ -251,6 +259,15 @@ def _cut_between_windows(plan: Plan, info: CorpusInfo) -> list[tuple[int, int]]:
     size = max(1, info.shard_size_tokens // info.window_tokens) * info.window_tokens
     cuts = [*range(size, int(ends[-1]), size), int(ends[-1])]
     return list(itertools.pairwise([0, *(np.searchsorted(ends, cuts) + 1).tolist()]))
+
+
+def _ids_of(plan: Plan, streams: Sequence[Path]) -> list[str]:
+    """Where each document of a plan comes from, in the plan's order."""
+    found = np.full(len(plan.stream), INSERT_ID, dtype=object)
+    for number in np.unique(plan.stream[~plan.is_insert]):
+        places = np.flatnonzero(plan.stream == number)
+        found[places] = read_ids(streams[number], plan.row[places])
+    return found.tolist()
 
 
 def _map_stream(path: Path) -> np.ndarray:
@@ -284,6 +301,7 @@ class PackShard:
             source_index=plan.source_index,
             n_bytes=plan.n_bytes,
             inserts=np.flatnonzero(plan.is_insert),
+            ids=_ids_of(plan, self.streams),
             key=self.key,
         )
         # For this run only: a later one in the same process may find other files under the same names.

@@ -207,5 +207,5 @@ def corpus(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: state/reports/corpus.html.")] = None,
 ) -> None:
     """Write a page about a prepared corpus: tokens by source, drops by reason, lengths, samples of what was dropped."""
-    context = options.make_context(mixture, data_config, data_root, None, None)
+    context = options.StageOptions(mixture=mixture, data_config=data_config, data_root=data_root).context()
     say(f"page: {write_page(context, out)}")

@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from shared_data import options
+from shared_data.changes import refuse_another_corpus
 from shared_data.console import run_app, say
 from shared_data.estimate import estimate, show
 from shared_data.executor import PARENT_PIPE_VARIABLE
@@ -40,52 +40,36 @@ def run_module(name: str, arguments: list[str]) -> int:
     return code
 
 
+@options.takes_stage_options
 def prepare(
+    given: options.StageOptions,
     stage: Annotated[Literal["pretrain"], typer.Option(help="What to prepare data for.")] = "pretrain",
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
     skip_download: Annotated[bool, typer.Option("--skip-download", help="Use raw/ as it is.")] = False,
     skip_clean: Annotated[bool, typer.Option("--skip-clean", help="Use clean/ as it is.")] = False,
     skip_tokenize: Annotated[bool, typer.Option("--skip-tokenize", help="Use tokens/ as they are.")] = False,
-    total_tokens: options.TotalTokensOption = None,
-    shard_size_tokens: options.ShardSizeOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what to expect, and do nothing.")] = False,
-    data_root: options.DataRootOption = Path("data"),
     as_json: options.JsonOption = False,
 ) -> int:
     """Turn the sources of a mixture into shards: download, clean, tokenize, pack.
 
     What is already done is not done again, so that a run which was stopped or killed goes on where it was.
     """
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
+    context = given.context()
     if dry_run:
         expected = estimate(context)
         show(expected)
         if as_json:
             print(json.dumps(expected, indent=2))
         return 0
-    shared = _words(
-        {"--mixture": mixture, "--data-config": data_config, "--data-root": data_root, "--workers": workers,
-         "--executor": executor, "--ray-address": who.ray_address, "--task-index": task_index,
-         "--task-count": task_count}
-    )  # fmt: skip
-    shared += [word for name in source or () for word in ("--source", name)]
-    tokens = _words({"--total-tokens": total_tokens})
-    sizes = {"download_raw": tokens, "pack_shards": tokens + _words({"--shard-size-tokens": shard_size_tokens})}
+    refuse_another_corpus(context)
     skipped = {"download_raw": skip_download, "clean": skip_clean, "tokenize": skip_tokenize}
     for name in STAGES:
         if skipped.get(name):
             continue
-        code = run_module(name, shared + sizes.get(name, []))
+        code = run_module(name, given.words())
         if code == options.EXIT_OTHERS_NOT_DONE:
-            say(f"job {task_index} of {task_count} has done its share for now; start it again when all have ended")
+            share = f"job {given.task_index} of {given.task_count} has done its share for now"
+            say(f"{share}; start it again when all have ended")
             return 0
         if code:
             return code
@@ -94,10 +78,6 @@ def prepare(
         reports = [context.layout.reports / f"{name}.json" for name in REPORTS]
         print(json.dumps([json.loads(path.read_bytes()) for path in reports if path.is_file()], indent=2))
     return 0
-
-
-def _words(values: dict[str, object]) -> list[str]:
-    return [word for name, value in values.items() if value is not None for word in (name, str(value))]
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ next. Documents are counted by position: whatever fails, each is read once.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ Value = TypeVar("Value")
 PATIENCE_S = 1800.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Set, they keep the hub's libraries from asking it."""
 _PASSING_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -57,14 +60,7 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(status, int):
         return status in _PASSING_STATUSES
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    network = {
-        "ConnectError",
-        "TimeoutException",
-        "TransportError",
-        "ClientError",
-        "ConnectionError",
-        "OfflineModeIsEnabled",
-    }
+    network = {"ConnectError", "TimeoutException", "TransportError", "ClientError", "ConnectionError"}
     if isinstance(error, TimeoutError | ConnectionError) or kinds & network:
         return True
     cause = error.__cause__ or error.__context__
@@ -116,8 +112,24 @@ class Patience:
                 return value
 
 
+def refuse_offline(what: str) -> None:
+    """Refuse to ask the hub where the environment forbids it: no pause would ever help.
+
+    Raises:
+        UserError: its libraries are set offline; names the variable.
+    """
+    hub, datasets = require_extra("huggingface_hub.constants", "data"), require_extra("datasets.config", "data")
+    if hub.HF_HUB_OFFLINE or datasets.HF_HUB_OFFLINE:
+        values = {name: os.environ.get(name, "") for name in OFFLINE_VARIABLES}
+        given = [f"{name}={value}" for name, value in values.items() if value.upper() in ("1", "ON", "YES", "TRUE")]
+        setting = ", ".join(given) or OFFLINE_VARIABLES[0]
+        raise UserError(f"{what}: the hub is not asked, since {setting} is set; unset it, or name local files")
+
+
 @functools.cache
 def _file_system(protocol: str) -> Any:
+    if protocol == "hf":
+        refuse_offline("hf://")
     fsspec = require_extra("fsspec", "data")
     try:
         return fsspec.filesystem(protocol)

@@ -87,6 +87,8 @@ class ShardWriter:
     n_bytes: np.ndarray
     inserts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Which documents are passkey inserts, int64."""
+    ids: Sequence[str] | None = None
+    """Where each document comes from: its id or URL at its source, else its place there."""
     key: str = ""
     """Fingerprint of the content: progress made under another key is not resumed."""
     done: int = field(default=0, init=False)
@@ -146,6 +148,7 @@ class ShardWriter:
             info=self.info,
             position=self.position,
             inserts=self.inserts,
+            ids=self.ids,
         )
         write_atomic(sidecar_path(self.path), sidecar_bytes(sidecar))
         self._file.flush()
@@ -181,6 +184,7 @@ def write_corpus(
     info: CorpusInfo,
     documents: Iterable[tuple[Sequence[int] | np.ndarray, int, int]],
     split: str = "train",
+    names: Sequence[str] | None = None,
 ) -> Manifest:
     """Write a small corpus that is at hand in memory.
 
@@ -189,6 +193,7 @@ def write_corpus(
         info: what holds for the whole corpus.
         documents: (ids without EOS, index of the source, UTF-8 bytes of the text) of each document, in order.
         split: "train" or "validation".
+        names: where each document comes from; None: that is not kept.
     """
     listed = [(np.array([*ids, info.eos_token_id], TOKEN_DTYPE), source, size) for ids, source, size in documents]
     lengths = np.array([len(ids) for ids, _, _ in listed], np.int64)
@@ -201,6 +206,7 @@ def write_corpus(
             lengths=lengths[part],
             source_index=np.array([source for _, source, _ in listed[part]], np.int32),
             n_bytes=np.array([size for _, _, size in listed[part]], np.int64),
+            ids=None if names is None else names[part],
         )
         for ids, _, _ in listed[part]:
             writer.add(ids)

@@ -36,6 +36,8 @@ class Context:
     workers: Workers
     config_name: str
     """The file that the config came from, for errors."""
+    allow_changed: bool = False
+    """Whether a corpus made otherwise may be replaced (see `changes`)."""
 
     def task_bytes(self, input_bytes: int) -> int:
         """Input bytes of a task of a source: a function of the input alone, so that any number of workers agrees."""
@@ -50,6 +52,19 @@ class Part:
     path: Path
     bytes: int
     sha256: str
+
+
+def mixture_name(context: Context) -> str:
+    """The mixture's name, with the sources where not all are wanted."""
+    only = [source.id for source in context.sources]
+    name = context.mixture.name
+    return f"{name}[{','.join(only)}]" if len(only) < len(context.mixture.sources) else name
+
+
+def shares_of(context: Context) -> list[float]:
+    """Share of the training tokens of each source that is worked on."""
+    total = sum(source.weight for source in context.sources)
+    return [source.weight / total for source in context.sources]
 
 
 def fields_of(source: Source) -> Fields:

@@ -5,15 +5,14 @@ tokens.idx   per document: tokens (EOS included), UTF-8 bytes of its text, leadi
 """
 
 import hashlib
-import itertools
 import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -25,7 +24,7 @@ from shared_data.errors import UserError
 from shared_data.executor import Result
 from shared_data.files import atomic_writer, write_atomic
 from shared_data.filters import content_digest
-from shared_data.manifest import TOKEN_BYTES, TOKEN_DTYPE
+from shared_data.manifest import TOKEN_BYTES, TOKEN_DTYPE, join_ids, split_ids
 from shared_data.records import Span, parse_json_line, read_lines
 from shared_data.shard_writer import check_document
 from shared_data.tokenizer import LLAMA3, Tokenizer, load_tokenizer, replace_lone_surrogates
@@ -50,11 +49,27 @@ class TokenIndex:
     """Leading 64 bits of each document's digest, uint64 (N,)."""
 
 
-def read_ids(stream: Path) -> list[str]:
-    """The ids of a token stream's documents (their own, or their URL, or their place in the source), in its order."""
-    with safetensors.safe_open(index_path(stream), framework="numpy") as file:
-        content, ends = file.get_tensor("ids").tobytes(), file.get_tensor("id_ends").tolist()
-    return [content[begin:end].decode() for begin, end in itertools.pairwise([0, *ends])]
+def read_ids(stream: Path, rows: Sequence[int] | np.ndarray | None = None) -> list[str]:
+    """The ids of a token stream's documents (their own, or their URL, or their place in the source), in its order.
+
+    Args:
+        stream: a tokens.bin.
+        rows: numbers of the documents wanted; of the others nothing is read. None: all.
+    """
+    arrays = {name: _map_array(index_path(stream), name) for name in ("ids", "id_ends")}
+    return split_ids(arrays["ids"], arrays["id_ends"], range(len(arrays["id_ends"])) if rows is None else rows)
+
+
+def _map_array(path: Path, name: str) -> np.ndarray:
+    """An array of a safetensors file, mapped."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        about = json.loads(file.read(size))[name]
+    begin, end = about["data_offsets"]
+    dtype: np.dtype[Any] = np.dtype({"U8": "u1", "I64": "<i8"}[about["dtype"]])
+    if begin == end:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r", offset=8 + size + begin, shape=((end - begin) // dtype.itemsize,))
 
 
 def index_path(stream: Path) -> Path:
@@ -109,8 +124,7 @@ class TokenizeSpan:
         arrays = {
             name: np.array(values, np.uint64 if name == "hashes" else np.int64) for name, values in columns.items()
         }
-        arrays["ids"] = np.frombuffer(b"".join(ids), np.uint8)
-        arrays["id_ends"] = np.cumsum([len(own) for own in ids], dtype=np.int64)
+        arrays["ids"], arrays["id_ends"] = join_ids(ids)
         about = json.dumps({"version": INDEX_VERSION})
         write_atomic(index_path(self.output), save_safetensors(arrays, metadata={"index": about}))
         counts["tokens"] = sum(columns["n_tokens"])

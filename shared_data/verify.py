@@ -63,13 +63,15 @@ def _check_ends(path: Path, ends: np.ndarray, entry: ShardEntry, manifest: Manif
     if manifest.corpus is None and not sidecar_path(path).exists():
         return None
     try:
-        sidecar = read_sidecar(path)
+        sidecar = read_sidecar(path, with_ids=True)
     except UserError as error:
         return str(error)
     if sidecar.info.corpus != manifest.corpus:
         return f"{sidecar_path(path)} belongs to another packing than {MANIFEST_NAME}"
     if not np.array_equal(sidecar.starts + sidecar.lengths - 1, ends):
         return f"{sidecar_path(path)}: its documents do not end where those of {path.name} do"
+    if sidecar.ids is not None and len(sidecar.ids) != len(ends):
+        return f"{sidecar_path(path)}: it names {len(sidecar.ids)} documents, but {path.name} holds {len(ends)}"
     return None
 
 
@@ -129,7 +131,9 @@ def repair_folder(folder: Path, manifest: Manifest, problems: list[Problem]) -> 
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of shards: data/pretrain_chinchilla.")],
+    folder: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of shards: data/pretrain_chinchilla.")
+    ],
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Rebuild bad shards from the token streams, the manifest from the sidecars."),
@@ -137,9 +141,13 @@ def verify(
     as_json: options.JsonOption = False,
 ) -> int:
     """Read every shard again: sizes, SHA-256, counts, ids and sidecars. Exit code 1 if a file is bad."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name one that holds {MANIFEST_NAME}, e.g. data/pretrain_chinchilla")
-    folders = [folder, *(folder / name for name in SUBFOLDERS if (folder / name).is_dir())]
+    folders = []
+    for own in folder:
+        if not own.is_dir():
+            raise UserError(
+                f"{own} is not a folder: name one that holds {MANIFEST_NAME}, e.g. data/pretrain_chinchilla"
+            )
+        folders += [own, *(own / name for name in SUBFOLDERS if (own / name).is_dir())]
     results: dict[str, dict[str, Any]] = {}
     bad: list[str] = []
     for own in folders:

@@ -239,7 +239,9 @@ def one_line(
 
 def _describe(detail: Any, block: type[BaseModel]) -> str:
     """`key is value: it must be ...` for one of pydantic's error details."""
-    kind, context, place = detail["type"], detail.get("ctx", {}), detail["loc"]
+    kind, context = detail["type"], detail.get("ctx", {})
+    # Of a key that takes two kinds of value, pydantic names the kind too: by our tags, which have brackets.
+    place = tuple(part for part in detail["loc"] if not str(part).startswith("("))
     key = ".".join(str(part) for part in place)
     if kind == "extra_forbidden":
         return f"{key} is not a known key; {nearest(str(place[-1]), known_keys(block, place[:-1]))}"

@@ -8,6 +8,7 @@ import command_line
 import pytest
 
 from gpt_oss_lite import cli
+from gpt_oss_lite.options import print_json
 from gpt_oss_lite.training import pretrain as training
 from shared_data.console import run_app
 
@@ -186,7 +187,7 @@ def test_an_error_of_sampling_names_the_option(run, words, message, capsys):
 
 
 def test_what_is_not_finite_is_null_in_json(capsys):
-    cli.print_json({"perplexity": math.inf, "by": [{"loss": math.nan}], "n": 1})
+    print_json({"perplexity": math.inf, "by": [{"loss": math.nan}], "n": 1})
     assert json.loads(capsys.readouterr().out) == {"perplexity": None, "by": [{"loss": None}], "n": 1}
 
 

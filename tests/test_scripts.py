@@ -104,6 +104,15 @@ def test_microbench_without_a_gpu_says_so_and_counts(monkeypatch, capsys):
     assert "peak_gb" not in as_json
 
 
+def test_memory_benchmark_without_a_gpu_prints_the_estimates():
+    result = succeed("python", "scripts/bench_memory.py", "--json", CUDA_VISIBLE_DEVICES="")
+    rows = {row["setting"]: row for row in json.loads(result.stdout)["results"]}
+    assert len(rows) == 8
+    described = rows["pretrain_a100_502m, micro-batch 8, every 3 recomputed"]
+    assert described["estimate_gb"] < 25.0
+    assert "peak_gb" not in described
+
+
 def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
     result = succeed("python", "scripts/e2e_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines()[0].startswith("no CUDA device: ")

@@ -103,7 +103,8 @@ def start_run(before: str = "", **options: Any) -> subprocess.Popen[str]:
         "sys.exit(run_app(app, []))"
     )
     code = f"{before}\n{code}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
 
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -64,6 +64,11 @@ def sections(block: type[ConfigBlock]) -> dict[str, list[str]]:
 
 def type_name(annotation: Any) -> str:
     """The type of a key in words: integer, number, text, true or false, or the choices."""
+    if get_origin(annotation) is Annotated:
+        return type_name(get_args(annotation)[0])
+    if get_origin(annotation) is list:
+        keys = ", ".join(get_args(annotation)[0].model_fields)
+        return f"list of {{{keys}}}"
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt_oss_lite.config.shipped import find_recipe
 from gpt_oss_lite.config.training import Recipe
 from shared_data.errors import UserError
 from shared_data.yaml_files import check_config, dump_yaml, known_keys, nearest, parse_yaml, read_yaml_mapping, show
@@ -14,7 +15,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        path: YAML file.
+        path: YAML file, or the name of a recipe that comes with the package.
         overrides: `block.key=value` each, the value in YAML; a later one wins.
 
     Raises:
@@ -22,7 +23,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             line that names the file or the option, the key, the value and what is allowed.
         OSError: the file cannot be read.
     """
-    content = read_yaml_mapping(Path(path))
+    content = read_yaml_mapping(find_recipe(Path(path)))
     options = {}
     for override in overrides:
         options[_apply(override, content)] = f"--set {override}"

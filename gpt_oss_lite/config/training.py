@@ -2,10 +2,13 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gpt_oss_lite.config.base import ConfigBlock
 from gpt_oss_lite.config.model import ModelConfig
+
+WEIGHT_STEPS = 10_000
+"""Weights of corpora are multiples of one in so many."""
 
 
 class TrainingConfig(ConfigBlock):
@@ -53,6 +56,16 @@ class TrainingConfig(ConfigBlock):
     """Weight of the router z-loss (ST-MoE, eq. 5); 0: off."""
     loss_chunk_size: int = Field(8192, ge=1)
     """Tokens whose logits are alive at one time."""
+    fp8_head: bool = False
+    """Two of the head's three products in 8-bit floats: faster on Ada and Hopper, a noisier gradient."""
+    aux_loss_scope: Literal["micro_batch", "ranks"] = "micro_batch"
+    """Tokens whose expert shares the load-balancing loss uses: one micro-batch's, or those of all ranks together."""
+
+    # Several GPUs
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a replica on every rank (ddp), or weights, gradients and moments in shards (fsdp)."""
+    distributed_timeout_s: float = Field(60.0, ge=1)
+    """Seconds within which a rank that was killed or hangs ends the job, with an error that names it."""
 
     # Speed and memory
     compile: bool = False
@@ -122,6 +135,8 @@ class TrainingConfig(ConfigBlock):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.optimizer == "muon" and self.parallelism == "fsdp":
+            raise ValueError("optimizer is muon: it takes whole matrices, so parallelism must be ddp, not fsdp")
         if self.skip_spikes and not (self.spike_zscore and self.nan_guard):
             raise ValueError("skip_spikes is true: it needs spike_zscore above 0 and nan_guard: true")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -140,15 +155,52 @@ class TrainingConfig(ConfigBlock):
         return self
 
 
+class CorpusPart(ConfigBlock):
+    """One of several corpora that a run draws from."""
+
+    path: str = Field(min_length=1)
+    """Folder with manifest.json and shards, or one file of tokens."""
+    weight: float = Field(gt=0, le=1)
+    """Share of the windows, in steps of 0.0001; the weights add up to 1."""
+
+    @property
+    def turns(self) -> int:
+        """The weight in steps."""
+        return round(self.weight * WEIGHT_STEPS)
+
+    @model_validator(mode="after")
+    def _is_whole_steps(self) -> Self:
+        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6:
+            raise ValueError(f"weight is {self.weight}: it must have at most four decimals")
+        return self
+
+
 class DataConfig(ConfigBlock):
     """What the run reads."""
 
-    train_data_path: str = Field(min_length=1)
-    """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder."""
+    train_data_path: Annotated[
+        Annotated[str, Field(min_length=1), Tag("(path)")]
+        | Annotated[list[CorpusPart], Field(min_length=2), Tag("(list)")],
+        Discriminator(lambda value: "(list)" if isinstance(value, list) else "(path)"),
+    ]
+    """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder. Or several, as a
+    list of `{path: FOLDER, weight: 0.7}`: windows are drawn from each by its weight."""
     validation_data_path: str | None = Field(None, min_length=1)
     """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
     data_mix: str | None = None
-    """Name of the mixture that the corpus must have been made with. Null: not checked."""
+    """Name of the mixture that the corpus, or each of several, must have been made with. Null: not checked."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if isinstance(self.train_data_path, str):
+            return self
+        total = sum(part.turns for part in self.train_data_path)
+        if total != WEIGHT_STEPS:
+            raise ValueError(f"train_data_path has weights that add up to {total / WEIGHT_STEPS:g}: it must be 1")
+        paths = [part.path for part in self.train_data_path]
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"train_data_path names {twice[0]} twice: name it once, with the sum of the weights")
+        return self
 
 
 class Recipe(ConfigBlock):
@@ -157,6 +209,16 @@ class Recipe(ConfigBlock):
     model: ModelConfig
     training: TrainingConfig
     data: DataConfig
+
+    @model_validator(mode="after")
+    def _check_fp8_head(self) -> Self:
+        if self.training.fp8_head:
+            if self.model.dtype != "bf16":
+                raise ValueError(f"training.fp8_head is true: it goes with model.dtype bf16, not {self.model.dtype}")
+            for key in ("d_model", "embedding_rows"):
+                if (size := getattr(self.model, key)) % 16:
+                    raise ValueError(f"training.fp8_head is true: model.{key} is {size}, it must be a multiple of 16")
+        return self
 
     @model_validator(mode="after")
     def _check_precision(self) -> Self:

@@ -104,6 +104,7 @@ class GPTOSSLiteRMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """x over its root mean square, times the gain."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -161,6 +162,7 @@ class GPTOSSLiteAttention(nn.Module):
             self.register_parameter("sinks", None)
 
     def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
+        """(B, T, D) to (B, T, D), with the keys and values of the cache before x's own."""
         batch, n_tokens, _ = x_BTD.shape
         q_BHTC = self.q_proj(x_BTD).view(batch, n_tokens, self.n_heads, self.head_dim).transpose(1, 2)
         k_BGSC = self.k_proj(x_BTD).view(batch, n_tokens, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -196,6 +198,7 @@ class GPTOSSLiteExpert(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D)."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if not self.clamped:
             return self.down_proj(F.silu(gate) * up)
@@ -248,6 +251,7 @@ class GPTOSSLiteDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor, cache: Any = None
     ) -> tuple[Tensor, Tensor]:
+        """The stream (B, T, D) after this layer, and the router's logits (B * T, E)."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables, mask, cache)
         fed_forward, router_logits = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + fed_forward, router_logits

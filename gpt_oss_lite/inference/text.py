@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 from gpt_oss_lite.inference.generate import Sample, Speed, generate
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.checkpoint import load_model
 from shared_data.console import say
 from shared_data.errors import UserError
-from shared_data.tokenizer import Tokenizer
+from shared_data.tokenizer import Tokenizer, load_tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
@@ -68,6 +70,29 @@ class TextStream:
         """Print what waits, whole or not."""
         self._write(self._tokenizer.decode(self._waiting))
         self._waiting.clear()
+
+
+def load_with_tokenizer(
+    checkpoint: Path, step: int | None, device: Literal["cuda", "cpu"] = "cpu"
+) -> tuple[GPTOSS, Tokenizer]:
+    """A model and the tokenizer that its corpus was made with.
+
+    Args:
+        checkpoint: run folder, or its checkpoints/.
+        step: None: the newest complete one.
+
+    Raises:
+        UserError: no such checkpoint, or the model has another vocabulary.
+    """
+    model, _ = load_model(checkpoint, step, device)
+    tokenizer = load_tokenizer()
+    rows = model.config.embedding_rows
+    if model.config.vocab_size != tokenizer.vocab_size or tokenizer.eos_token_id >= rows:
+        raise UserError(
+            f"{checkpoint}: the model has vocab_size {model.config.vocab_size} and {rows} rows, but the tokenizer "
+            f"{tokenizer.name} has vocab_size {tokenizer.vocab_size} and EOS {tokenizer.eos_token_id}"
+        )
+    return model, tokenizer
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

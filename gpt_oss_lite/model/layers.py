@@ -20,6 +20,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
+        """Draw the matrix anew, and set the bias to zero."""
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -33,6 +34,7 @@ class Embedding(nn.Embedding):
         super().__init__(rows, width)
 
     def reset_parameters(self) -> None:
+        """Draw the matrix anew."""
         nn.init.normal_(self.weight, std=self.init_std)
 
 
@@ -45,6 +47,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """x over its root mean square, times the gain, in x's dtype (Zhang and Sennrich, 2019)."""
         # The gain takes x's dtype: a kernel that fuses the norm wants one dtype, and no fp32 copy of x is kept.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 

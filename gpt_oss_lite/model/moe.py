@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.backends import select_dispatch
-from gpt_oss_lite.model.layers import Linear, without_autocast
-from gpt_oss_lite.model.routing import LayerStats, route, router_logits
+from gpt_oss_lite.model.layers import Linear, compute_dtype, without_autocast
+from gpt_oss_lite.model.routing import AverageLoad, LayerStats, route, router_logits
 
 CLAMP_LIMIT = 7.0
 CLAMP_ALPHA = 1.702
@@ -43,8 +43,13 @@ class Expert(nn.Module):
         self.up_proj = Linear(width, hidden, bias=bias, init_std=init_std)
         self.down_proj = Linear(hidden, width, bias=bias, init_std=init_std)
 
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The hidden layer from the outputs of gate and up projection."""
+        return ACTIVATIONS[self.activation](gate, up)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x), self.up_proj(x)))
+        """(..., D) to (..., D): gate and up to the hidden width, activation, down."""
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
 
 
 class MoE(nn.Module):
@@ -54,17 +59,24 @@ class MoE(nn.Module):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.moe_dispatch = config.moe_dispatch
+        self.average_load: AverageLoad | None = None
         self.router = Linear(config.d_model, config.n_experts, bias=config.router_bias, init_std=config.init_std)
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.n_experts))
         self.shared_experts = nn.ModuleList(Expert(config) for _ in range(config.n_shared_experts))
+
+    @property
+    def load_to_balance(self) -> AverageLoad | None:
+        """`average_load` in training; evaluation, which the ranks do apart, has its own tokens' shares."""
+        return self.average_load if self.training else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, LayerStats]:
         """Returns (B, T, D) in x's dtype and the router's statistics over the B * T tokens."""
         x_TD = x_BTD.flatten(0, 1)
         with without_autocast(x_TD):
             logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
-            routing, stats = route(logits_TE, self.experts_per_token)
-        out_TD = select_dispatch(self.moe_dispatch, x_TD.device.type)(x_TD, routing, self.experts)
+            routing, stats = route(logits_TE, self.experts_per_token, self.load_to_balance)
+        dispatch = select_dispatch(self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight))
+        out_TD = dispatch(x_TD, routing, self.experts)
         for expert in self.shared_experts:
             out_TD = out_TD + expert(x_TD)
         return out_TD.view_as(x_BTD), stats

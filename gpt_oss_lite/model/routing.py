@@ -6,6 +6,7 @@ Top-k of E with renormalised weights as in Mixtral (Jiang et al., 2024); load-ba
 Shapes: T tokens of the micro-batch, D width, E experts, K experts per token.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +82,20 @@ class _FullPrecision:
         torch.set_float32_matmul_precision(self._before)
 
 
-def route(logits_TE: Tensor, experts_per_token: int) -> tuple[Routing, LayerStats]:
+AverageLoad = Callable[[Tensor], Tensor]
+"""Expert shares (E,) of these tokens to those that the load-balancing loss uses, e.g. the mean over several
+machines."""
+
+
+def route(
+    logits_TE: Tensor, experts_per_token: int, average_load: AverageLoad | None = None
+) -> tuple[Routing, LayerStats]:
     """Choose experts for each token.
 
     Args:
         logits_TE: router logits, at least fp32: bf16 logits tie often enough to change which expert is chosen.
         experts_per_token: K.
+        average_load: where the load-balancing loss takes other shares than these tokens'; None: theirs.
 
     Returns:
         The routing and its statistics. Equal logits go to the expert with the lower number, on every device and again
@@ -98,14 +107,16 @@ def route(logits_TE: Tensor, experts_per_token: int) -> tuple[Routing, LayerStat
     experts_TK = order_TE[:, :experts_per_token]
     # The softmax of the chosen logits is the renormalised softmax of all, without the division of small numbers.
     routing = Routing(experts_TK, sorted_TE[:, :experts_per_token].softmax(dim=-1))
-    return routing, _statistics(logits_TE, experts_TK)
+    return routing, _statistics(logits_TE, experts_TK, average_load)
 
 
-def _statistics(logits_TE: Tensor, experts_TK: Tensor) -> LayerStats:
+def _statistics(logits_TE: Tensor, experts_TK: Tensor, average_load: AverageLoad | None) -> LayerStats:
     n_experts = logits_TE.shape[-1]
     probs_TE = logits_TE.softmax(dim=-1)
     with torch.no_grad():
         expert_load_E = count_slots(experts_TK, n_experts).to(logits_TE.dtype) / experts_TK.numel()
+        if average_load is not None:
+            expert_load_E = average_load(expert_load_E)
         entropy = torch.special.entr(probs_TE).sum(dim=-1).mean()
     aux = n_experts * (expert_load_E * probs_TE.mean(dim=0)).sum()
     z_loss = logits_TE.logsumexp(dim=-1).square().mean()

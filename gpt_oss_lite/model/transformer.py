@@ -19,7 +19,7 @@ from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import Embedding, Linear, RMSNorm, compute_dtype
 from gpt_oss_lite.model.moe import MoE
 from gpt_oss_lite.model.rope import RotaryEmbedding, RotaryTables
-from gpt_oss_lite.model.routing import LayerStats
+from gpt_oss_lite.model.routing import AverageLoad, LayerStats
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -156,6 +156,12 @@ class GPTOSS(nn.Module):
         if every < 1:
             raise ValueError(f"every is {every}: it must be at least 1")
         self._checkpoint_every = every
+
+    def average_expert_load_by(self, average_load: AverageLoad | None) -> None:
+        """Let the load-balancing loss in training use other expert shares than its own tokens': those of several
+        machines. None: its own."""
+        for block in self.blocks:
+            block.moe.average_load = average_load  # type: ignore[union-attr]
 
     def set_rope_scale(self, scale: float) -> None:
         """Use another YaRN scale, e.g. to decode beyond the trained length. A cache filled at another scale is void.

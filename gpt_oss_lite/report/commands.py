@@ -2,18 +2,16 @@
 
 import contextlib
 import datetime
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gpt_oss_lite.options import AsJson, print_json
 from shared_data.console import progress, say
 from shared_data.errors import UserError
 from shared_data.files import write_atomic
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def report(
@@ -50,9 +48,7 @@ def report(
             say(f"warning: {log.folder}: {log.damaged} damaged lines passed over")
     write_atomic(page, render(logs, datetime.datetime.now(datetime.UTC)).encode(errors="replace"))
     if as_json:
-        print(
-            json.dumps({"report": str(page), "runs": [{"run": str(log.folder), "status": log.status} for log in logs]})
-        )
+        print_json({"report": str(page), "runs": [{"run": str(log.folder), "status": log.status} for log in logs]})
     else:
         print(page)
 
@@ -67,7 +63,7 @@ def monitor(
     from gpt_oss_lite.report.run_log import read_run
 
     if as_json:
-        print(json.dumps(figures(read_run(run), time.time()), indent=2))
+        print_json(figures(read_run(run), time.time()))
         return
     with contextlib.suppress(KeyboardInterrupt):
         watch(run, interval)

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt_oss_lite.report.chart import Chart, Curve, Flag
 from gpt_oss_lite.report.curves import Axis, Floats, axis_over, finite, half_life, smooth
-from gpt_oss_lite.report.run_log import RunLog
+from gpt_oss_lite.report.run_log import START_EVENTS, RunLog
 
 MIN_ROWS_FOR_DETAIL = 40
 FLAG_KINDS = ("skip", "rollback", "resume", "stop", "give_up", "save")
@@ -75,12 +75,13 @@ def event_text(event: dict[str, Any]) -> str:
         return f"step {step:,} skipped: non-finite in micro-batches {event.get('micro_batches')}"
     if kind == "rollback":
         return f"rolled back from step {event.get('from_step', step):,} to {step:,}"
-    if kind == "start":
-        versions = event.get("versions", {})
-        return f"process started, torch {versions.get('torch', '?')} on {versions.get('device', '?')}"
+    if kind in START_EVENTS:
+        what = "started" if kind == "start" else f"resumed from step {step:,}"
+        versions = event.get("versions")
+        return what if versions is None else f"{what}, torch {versions.get('torch')} on {versions.get('device')}"
     if kind == "stop":
         return f"stopped at step {step:,} ({event.get('reason', '?')})"
-    words = {"resume": "resumed from step", "save": "saved step", "done": "done at step", "eval": "evaluated step",
+    words = {"save": "saved step", "done": "done at step", "eval": "evaluated step",
              "give_up": "given up by the NaN guard at step"}  # fmt: skip
     return f"{words.get(kind, kind + ' at step')} {step:,}"
 

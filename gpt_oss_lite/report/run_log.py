@@ -24,6 +24,7 @@ Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
 Advance = Callable[[float], None]
 
+START_EVENTS = ("start", "resume")
 END_EVENTS = {"done": "done", "stop": "stopped", "give_up": "given up by the NaN guard"}
 SAMPLES_NAME = "samples.jsonl"
 
@@ -134,14 +135,14 @@ class RunLog:
     @property
     def stop_step(self) -> int | None:
         """The step that the newest process of the run was to stop at."""
-        starts = [event["stop_step"] for event in self.events if event["event"] == "start" and "stop_step" in event]
+        starts = [e["stop_step"] for e in self.events if e["event"] in START_EVENTS and "stop_step" in e]
         planned = self.recipe.get("training", {}).get("total_steps")
         return int(starts[-1]) if starts else planned
 
     @property
     def ending(self) -> Row | None:
         """The event that ended the newest process; None while it runs, or when it was killed."""
-        ends = [event for event in self.events if event["event"] in (*END_EVENTS, "start")]
+        ends = [event for event in self.events if event["event"] in (*END_EVENTS, *START_EVENTS)]
         return ends[-1] if ends and ends[-1]["event"] in END_EVENTS else None
 
     @property

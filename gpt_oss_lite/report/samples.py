@@ -24,8 +24,8 @@ def draw_samples(run: Path, prompts: Sequence[str]) -> None:
         UserError: no complete checkpoint, or the model does not have the tokenizer's vocabulary.
     """
     from gpt_oss_lite.inference.generate import generate
-    from gpt_oss_lite.training.checkpoint import CheckpointManager, checkpoint_folder, load_model
-    from shared_data.tokenizer import load_tokenizer
+    from gpt_oss_lite.inference.text import load_with_tokenizer, prompt_ids
+    from gpt_oss_lite.training.checkpoint import CheckpointManager, checkpoint_folder
 
     step = CheckpointManager(checkpoint_folder(run)).latest_step()
     if step is None:
@@ -34,22 +34,15 @@ def draw_samples(run: Path, prompts: Sequence[str]) -> None:
     missing = [prompt for prompt in dict.fromkeys(prompts) if (step, prompt) not in known]
     if not missing:
         return
-    model, _ = load_model(run, step)
-    tokenizer = load_tokenizer()
-    eos = tokenizer.eos_token_id
-    if model.config.vocab_size != tokenizer.vocab_size or eos >= model.config.embedding_rows:
-        raise UserError(
-            f"--prompt needs a model of the tokenizer {tokenizer.name} (vocab_size {tokenizer.vocab_size}, EOS {eos}): "
-            f"{run} has vocab_size {model.config.vocab_size} and {model.config.embedding_rows} rows"
-        )
-    prompts_ids = [[eos, *tokenizer.encode(prompt)] for prompt in missing]
+    model, tokenizer = load_with_tokenizer(run, step)
+    prompts_ids = [prompt_ids(tokenizer, prompt) for prompt in missing]
     drawn = generate(
         model,
         prompts_ids,
         max(min(MAX_NEW_TOKENS, model.config.eval_context - max(map(len, prompts_ids))), 1),
         temperature=TEMPERATURE,
         seed=SEED,
-        stop_ids=[eos],
+        stop_ids=[tokenizer.eos_token_id],
     )
     with open(run / SAMPLES_NAME, "a") as file:
         for prompt, sample in zip(missing, drawn, strict=True):

@@ -66,6 +66,10 @@ class BackgroundWriter:
             raise fault
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
+    def record(self, outcome: Outcome) -> None:
+        """Take what became of a write that was not left to this thread."""
+        self._finished.append(outcome)
+
     def _run(self, step: int, write: Callable[[], None]) -> None:
         started = time.perf_counter()
         error: OSError | None = None

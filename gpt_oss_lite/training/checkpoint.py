@@ -6,6 +6,8 @@
     rng_step_N.pt              every random number generator
     meta_step_N.json           step, position, model config; size and SHA-256 of the four others
 
+(A sharded model's ranks write the form of `sharded` instead, under the same rules.)
+
 Each file is written to a temporary name, fsynced and renamed; meta comes last. A step is complete only when meta and
 all that it names are there in the right size, and loading compares the hashes too: a torn write is never taken for a
 checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors, numbers and strings, and load with
@@ -14,7 +16,7 @@ weights_only=True.
 
 import hashlib
 import json
-import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.checkpoint_names import KINDS, file_name, make_one_form, shards_name, step_of
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, kept_steps
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.seeding import restore_rng
@@ -48,10 +51,10 @@ from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write_atomic
 
+Writer = Callable[[Path], None]
+
 FORMAT_VERSION = 1
 CHECKPOINTS = "checkpoints"
-KINDS = ("model", "optim", "sched", "rng")
-_FILE_NAME = re.compile(r"(model|optim|sched|rng|meta)_step_(\d+)\.(safetensors|pt|json)")
 
 
 class CheckpointManager:
@@ -75,8 +78,8 @@ class CheckpointManager:
 
     def marked_steps(self) -> list[int]:
         """Steps that have a meta, ascending: those that are complete, and those that something damaged."""
-        matches = (_FILE_NAME.fullmatch(path.name) for path in self.folder.glob("meta_step_*.json"))
-        return sorted(int(match[2]) for match in matches if match is not None)
+        steps = (step_of(path.name) for path in self.folder.glob("meta_step_*.json"))
+        return sorted(step for step in steps if step is not None)
 
     def latest_step(self) -> int | None:
         """The newest complete step; None when there is none."""
@@ -104,11 +107,10 @@ class CheckpointManager:
         try:
             meta = json.loads(path.read_bytes())
             digest = meta.pop("meta_sha256")
-            expected = {self._path(kind, step).name for kind in KINDS}
             well_formed = (
                 digest == digest_of(meta)
                 and (meta["format"], meta["step"]) == (FORMAT_VERSION, step)
-                and meta["files"].keys() == expected
+                and make_one_form(set(meta["files"]), step)
             )
         except FileNotFoundError:
             steps = ", ".join(map(str, self.list_checkpoints())) or "none"
@@ -164,25 +166,53 @@ class CheckpointManager:
         Raises:
             OSError: it could not be written whole, or has no room; there is no meta of this step then.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        step = snapshot.step
-        assert_room_to_write(self.folder, snapshot.n_bytes + OVERHEAD_BYTES)
-        self._remove(self._path("meta", step))
-        files: dict[str, dict[str, Any]] = {}
-        writers: dict[str, Callable[[Path], None]] = {
+        self.begin(snapshot.step, snapshot.n_bytes)
+        self.commit(snapshot.step, snapshot.meta, self.writers_of(snapshot))
+
+    @staticmethod
+    def writers_of(snapshot: Snapshot) -> dict[str, Writer]:
+        """How each file of the single-file form but meta is written."""
+        return {
             "model": lambda path: save_file(snapshot.model, path, metadata={"format": "pt"}),
             "optim": lambda path: torch.save(snapshot.optimizer, path),
             "sched": lambda path: torch.save(snapshot.scheduler, path),
             "rng": lambda path: torch.save(snapshot.rng, path),
         }
+
+    def begin(self, step: int, n_bytes: int) -> None:
+        """See that a checkpoint of so many bytes has room, and void an older one of the same step.
+
+        Raises:
+            OSError: it has no room.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        assert_room_to_write(self.folder, n_bytes + OVERHEAD_BYTES)
+        self._remove(self._path("meta", step))
+        self.remove_shards(step)
+
+    def commit(
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        writers: Mapping[str, Writer],
+        written: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Write files, and meta last.
+
+        Args:
+            meta: JSON values besides format, step and files.
+            writers: by kind, what writes a file.
+            written: size and SHA-256 of files that lie there already, by name.
+        """
+        files = dict(written or {})
         for kind, write in writers.items():
             path = self._path(kind, step)
             with atomic_path(path) as temporary, as_os_error(path):
                 write(temporary)
                 assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
-        meta = {"format": FORMAT_VERSION, "step": step, **snapshot.meta, "files": files}
-        write_atomic(self._path("meta", step), json.dumps({**meta, "meta_sha256": digest_of(meta)}, indent=2) + "\n")
+        whole = {"format": FORMAT_VERSION, "step": step, **meta, "files": files}
+        write_atomic(self._path("meta", step), json.dumps({**whole, "meta_sha256": digest_of(whole)}, indent=2) + "\n")
 
     # Loading
 
@@ -214,11 +244,16 @@ class CheckpointManager:
         if step is None:
             raise UserError(f"{self.folder} has no complete checkpoint")
         meta = self.verify(step) if check_hashes else self.meta(step)
-        _, optim, sched, rng, _ = self.files(step)
-        load_model_tensors(model, self._path("model", step))
-        if optimizer is not None:
-            with applying(optim):
-                load_optimizer(model, optimizer, read_tensors(optim))
+        optim, sched, rng = (self._path(kind, step) for kind in ("optim", "sched", "rng"))
+        if self.is_sharded(step):
+            from gpt_oss_lite.training.sharded import load_shards
+
+            load_shards(model, optimizer, self.shards(step), self._path("counts", step))
+        else:
+            load_model_tensors(model, self._path("model", step))
+            if optimizer is not None:
+                with applying(optim):
+                    load_optimizer(model, optimizer, read_tensors(optim))
         if scheduler is not None:
             with applying(sched):
                 load_scheduler(scheduler, read_tensors(sched))
@@ -257,24 +292,44 @@ class CheckpointManager:
         # Meta first: once it is gone no reader takes the rest for a checkpoint.
         for kind in ("meta", *KINDS):
             self._remove(self._path(kind, step))
+        self.remove_shards(step)
+
+    def remove_shards(self, step: int) -> None:
+        """Delete what only the sharded form of a step has."""
+        self._remove(self._path("counts", step))
+        shutil.rmtree(self.shards(step), ignore_errors=True)
 
     def remove_leftovers(self) -> None:
         """Delete what a killed process left: temporary files, and files of steps without their meta."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
-            match = _FILE_NAME.fullmatch(path.name)
-            orphan = match is not None and not self._path("meta", int(match[2])).exists()
-            if orphan or path.name.endswith(TEMPORARY_SUFFIX) or path.name.startswith(".tmp"):
+            step = step_of(path.name)
+            orphan = step is not None and not self._path("meta", step).exists()
+            if orphan and path.is_dir():
+                shutil.rmtree(path)
+            elif orphan or path.name.endswith(TEMPORARY_SUFFIX) or path.name.startswith(".tmp"):
                 path.unlink(missing_ok=True)
 
     def _path(self, kind: str, step: int) -> Path:
-        suffix = {"model": "safetensors", "meta": "json"}.get(kind, "pt")
-        return self.folder / f"{kind}_step_{step}.{suffix}"
+        return self.folder / file_name(kind, step)
 
     def files(self, step: int) -> list[Path]:
         """The paths of a step's files, meta last."""
+        if self.is_sharded(step):
+            return [*(self.folder / name for name in sorted(self.meta(step)["files"])), self._path("meta", step)]
         return [self._path(kind, step) for kind in (*KINDS, "meta")]
+
+    def shards(self, step: int) -> Path:
+        """The folder of a step's shards."""
+        return self.folder / shards_name(step)
+
+    def is_sharded(self, step: int) -> bool:
+        """Whether a step was written in the sharded form."""
+        try:
+            return self._path("counts", step).name in self.meta(step)["files"]
+        except DamagedCheckpoint:
+            return False
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -342,6 +397,11 @@ def load_model(
     step = manager.latest_step() if step is None else step
     if step is None:
         raise UserError(f"{manager.folder} has no complete checkpoint")
+    if manager.is_sharded(step):
+        raise UserError(
+            f"{manager.folder} has step {step} in shards; make it one file first: gpt-oss-lite checkpoints consolidate "
+            f"{run_or_checkpoint_folder} --step {step}"
+        )
     try:
         config = ModelConfig(**manager.meta(step)["model"])
     except (KeyError, TypeError, ValidationError) as error:

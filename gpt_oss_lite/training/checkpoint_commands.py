@@ -1,4 +1,4 @@
-"""`gpt-oss-lite checkpoints list | verify | delete | diff`: a run's checkpoints, looked at and looked after.
+"""`gpt-oss-lite checkpoints list | verify | delete | diff | consolidate`: a run's checkpoints, looked at and after.
 
 PyTorch is imported inside, so that --help answers at once.
 """
@@ -16,7 +16,7 @@ from shared_data.errors import UserError
 if TYPE_CHECKING:
     from gpt_oss_lite.training.checkpoint import CheckpointManager
 
-app = typer.Typer(help="List, verify, delete and compare the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, delete, compare and consolidate the checkpoints of a run.", no_args_is_help=True)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its checkpoints/.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -117,6 +117,32 @@ def delete(
 
 
 @app.command()
+def consolidate(
+    run: Run,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step to make one file of. Default: the newest complete one.")
+    ] = None,
+) -> None:
+    """Make the single-file form of a checkpoint that a sharded model's ranks wrote: what generate, eval and export
+    read."""
+    from gpt_oss_lite.training.checkpoint import CHECKPOINTS
+    from gpt_oss_lite.training.run_folder import locked
+    from gpt_oss_lite.training.sharded import consolidate as make_one
+
+    manager = _manager(run)
+    folder = manager.folder
+    with locked(folder.parent if folder.name == CHECKPOINTS else folder):
+        step = manager.latest_step() if step is None else step
+        if step is None:
+            raise UserError(f"{folder} has no complete checkpoint")
+        if manager.meta(step) and not manager.is_sharded(step):
+            print(f"step {step} is in the single-file form already")
+            return
+        make_one(manager, step)
+    print(f"step {step}: {manager.files(step)[0]}")
+
+
+@app.command()
 def diff(
     run: Run,
     first: Annotated[int, typer.Argument(min=0, metavar="STEP", help="A step of RUN.", show_default=False)],
@@ -130,6 +156,9 @@ def diff(
     ours = _manager(run)
     theirs = ours if other is None else _manager(other)
     metas = ours.verify(first), theirs.verify(second)
+    for manager, step in ((ours, first), (theirs, second)):
+        if manager.is_sharded(step):
+            raise UserError(f"{manager.folder}: step {step} is in shards; `checkpoints consolidate` makes it one file")
     fields = {
         key: [meta.get(key) for meta in metas]
         for key in sorted(metas[0].keys() | metas[1].keys())

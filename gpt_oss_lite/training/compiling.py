@@ -1,5 +1,6 @@
 """torch.compile with a way back: a model that does not compile trains uncompiled, with one warning."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ Forward = Callable[..., Any]
 def compiled_or_plain(function: Forward, mode: str) -> Forward:
     """`function` compiled in `mode` at its first call; where the compiler fails, `function` itself from then on."""
     chosen = torch.compile(function, mode=mode)
+    # What chooses a backend is cached and has no state, so that tracing through it, as Dynamo says it does, is right.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`-wrapped")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen

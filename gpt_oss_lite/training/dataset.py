@@ -9,8 +9,9 @@ import errno
 import hashlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.documents import document_ids
+from gpt_oss_lite.training.data_order import DataOrder
 from shared_data.console import progress
 from shared_data.errors import UserError
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, Manifest
@@ -148,12 +150,25 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        start = index * self.max_seq_len
+        start = self.start_of(index)
         ids = self.tokens(start, start + self.max_seq_len + 1).astype(np.int64)
         if self.vocab_rows is not None and ids.max() >= self.vocab_rows:
             raise self._out_of_range(start, int(ids.max()))
         tokens = torch.from_numpy(ids)
         return tokens[:-1], tokens[1:]
+
+    @property
+    def parts(self) -> "Sequence[PretrainDataset]":
+        """The corpora that this one is mixed of; itself where it is one."""
+        return [self]
+
+    def order(self, seed: int) -> DataOrder:
+        """The order in which a run with this seed reads the windows."""
+        return DataOrder(len(self), seed)
+
+    def start_of(self, window: int) -> int:
+        """First token of a window."""
+        return window * self.max_seq_len
 
     def tokens(self, start: int, stop: int) -> Ids:
         """Ids [start, stop) of the whole corpus, across shards."""
@@ -188,7 +203,7 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
             "(model.padded_vocab_size, or model.vocab_size without it); run `gpt-oss-lite verify` on the corpus"
         )
 
-    def fingerprint(self) -> dict[str, str | int]:
+    def fingerprint(self) -> dict[str, Any]:
         """What tells this corpus from another: its tokens, and a digest of the shards' digests or of the one file."""
         if self.manifest is not None:
             digests = "\n".join(f"{shard.n_tokens} {shard.sha256}" for shard in self.manifest.shards)
@@ -226,6 +241,10 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
         UserError: an id, the EOS, the pad id or the vocabulary does not fit, or the mixture is another; names both
             values.
     """
+    if len(dataset.parts) > 1:
+        for part in dataset.parts:
+            check_corpus(part, model, data_mix)
+        return
     manifest = dataset.manifest
     if model.document_mask and manifest is None:
         raise UserError(f"model.document_mask is true, but {dataset.path} has no manifest that names its EOS id")

@@ -24,6 +24,8 @@ from shared_data.errors import UserError
 from shared_data.tokenizer import load_tokenizer
 
 TEXT_CHARACTERS = 160
+NOT_RUN = "not run again, since the model is in shards: go on in one process to find the first non-finite value"
+SHOWN_DOCUMENTS = 8
 NOT_AGAIN = "nothing non-finite when run again: look at the hardware, or set training.deterministic to rule out chance"
 
 
@@ -38,6 +40,8 @@ class WindowReport:
     """First token of the window in its shard."""
     sources: dict[str, int]
     """Tokens by source; empty where the shards have no sidecars."""
+    documents: list[str]
+    """Id or URL of each of its documents, or its place in the source; empty where the sidecars do not tell."""
     text: str
     """Its beginning, decoded; the ids where the tokenizer is not at hand."""
 
@@ -64,34 +68,50 @@ class Diagnosis:
                 f"  window {window.window} ({window.shard} from token {window.token}; tokens by source: {sources}): "
                 f"{window.text!r}"
             )
+            if window.documents:
+                left = len(window.documents) - SHOWN_DOCUMENTS
+                more = f" and {left} more" if left > 0 else ""
+                yield f"    documents: {', '.join(window.documents[:SHOWN_DOCUMENTS])}{more}"
 
 
 def diagnose(
-    model: GPTOSS, dataset: PretrainDataset, order: DataOrder, skip: SkippedStep, micro_batch_size: int, chunk_size: int
+    model: GPTOSS | None,
+    dataset: PretrainDataset,
+    order: DataOrder,
+    skip: SkippedStep,
+    micro_batch_size: int,
+    chunk_size: int,
 ) -> Diagnosis:
-    """Look into the first flagged micro-batch of a skipped step. Gradients are lost; weights stay."""
+    """Look into the first flagged micro-batch of a skipped step. Gradients are lost; weights stay.
+
+    Args:
+        model: None: only the windows are looked at.
+    """
     micro_batch = skip.micro_batches[0]
     windows = order.windows(skip.position + micro_batch * micro_batch_size, micro_batch_size).tolist()
     pairs = [dataset[window] for window in windows]
     ids_BT, targets_BT = (torch.stack([pair[part] for pair in pairs]) for part in (0, 1))
-    where = first_non_finite(model, dataset, ids_BT, targets_BT, chunk_size)
+    where = NOT_RUN if model is None else first_non_finite(model, dataset, ids_BT, targets_BT, chunk_size)
     return Diagnosis(skip.step, micro_batch, [report_window(dataset, window) for window in windows], where)
 
 
 def report_window(dataset: PretrainDataset, window: int) -> WindowReport:
     """Where a window lies, what it is of, and how it begins."""
-    start = window * dataset.max_seq_len
+    start = dataset.start_of(window)
     stop = start + dataset.max_seq_len
     shard = int(dataset.shard_starts.searchsorted(start, side="right")) - 1
     sources = TokenSources(dataset)
     names: Counter[str] = Counter()
+    documents: list[str] = []
     if sources.complete:
         names.update(map(str, sources.lookup(start, stop)[0]))
+        documents = [f"{source}: {name}" for source, name in sources.documents(start, stop) if name is not None]
     return WindowReport(
         window=window,
         shard=dataset.shards[shard].path.name,
         token=start - int(dataset.shard_starts[shard]),
         sources=dict(names),
+        documents=documents,
         text=_decode(dataset, dataset.tokens(start, stop).tolist()),
     )
 

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.options import AsJson, Config, Overrides
 from shared_data.console import describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder
@@ -45,13 +46,11 @@ class Finding:
 
 
 def doctor(
-    config: Annotated[Path, typer.Option("--config", help="Recipe, a YAML file.", show_default=False)],
+    config: Config,
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to be.")] = Path("runs"),
     max_steps: Annotated[int | None, typer.Option(min=1, help="Step to stop at. Default: total_steps.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> int:
     """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
     findings = []
@@ -183,23 +182,23 @@ def settings(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
 
 def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
     """The corpus as the run will open it, and whether it is long enough."""
-    from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+    from gpt_oss_lite.training.dataset import check_corpus
+    from gpt_oss_lite.training.mixed import open_corpus
     from gpt_oss_lite.training.plan import open_validation
 
     training = recipe.training
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
     open_validation(recipe, dataset)
     wanted = stop_step * training.micro_batch_size * training.gradient_accumulation_steps
-    epochs = wanted / len(dataset)
-    text = (
-        f"{dataset.path}: {dataset.total_tokens:,} tokens, {len(dataset):,} windows; the run reads {epochs:.2f} epochs"
-    )
-    yield Finding("corpus", NOTICE if epochs > MANY_EPOCHS else GOOD, text)
-    if dataset.manifest is None:
-        yield Finding(
-            "corpus", NOTICE, "one file without a manifest: damage to it is noticed only where ids are too large"
-        )
+    for part, epochs in zip(dataset.parts, dataset.order(0).passes(wanted), strict=True):
+        size = f"{part.total_tokens:,} tokens, {len(part):,} windows"
+        text = f"{part.path}: {size}; the run reads {epochs:.2f} epochs"
+        yield Finding("corpus", NOTICE if epochs > MANY_EPOCHS else GOOD, text)
+        if part.manifest is None:
+            yield Finding(
+                "corpus", NOTICE, "one file without a manifest: damage to it is noticed only where ids are too large"
+            )
 
 
 def disk(recipe: Recipe, out: Path, stop_step: int) -> Iterator[Finding]:

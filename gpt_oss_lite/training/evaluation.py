@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.dataset import PretrainDataset, document_ids_of
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import head_token_losses
 from shared_data.console import progress
@@ -99,6 +100,22 @@ class TokenSources:
             start, shard = end, shard + 1
         return np.concatenate(names), np.concatenate(n_bytes)
 
+    def documents(self, start: int, stop: int) -> list[tuple[str, str | None]]:
+        """(source, id) of the documents that tokens [start, stop) belong to, in order; the id is None where it was not
+        kept."""
+        found: list[tuple[str, str | None]] = []
+        shard_starts = self._dataset.shard_starts
+        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
+        while start < stop:
+            end, offset = min(stop, int(shard_starts[shard + 1])), int(shard_starts[shard])
+            sidecar = read_sidecar(self._paths[shard], with_ids=True)
+            first, last = np.searchsorted(sidecar.starts, [start - offset, end - 1 - offset], side="right") - 1
+            for number in range(first, last + 1):
+                name = None if sidecar.ids is None else sidecar.ids[number]
+                found.append((sidecar.sources[sidecar.source_index[number]], name))
+            start, shard = end, shard + 1
+        return found
+
     def _sidecar(self, shard: int) -> Sidecar:
         if shard not in self._sidecars:
             self._sidecars[shard] = read_sidecar(self._paths[shard])
@@ -114,6 +131,7 @@ def evaluate(
     chunk_size: int = 8192,
     forward: Callable[..., tuple[Tensor, object]] | None = None,
     label: str = "evaluate",
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Score a model on windows of a corpus; gradients, mode and random state are left as they were.
 
@@ -125,22 +143,39 @@ def evaluate(
         chunk_size: tokens whose logits are alive at one time.
         forward: replaces model.hidden_states (a compiled form of it).
         label: what the progress line says.
+        ranks: those that share the work, each of which gets the whole result; None: this process alone.
     """
+    ranks = ranks or Ranks()
     count = len(dataset) if max_windows is None else min(max_windows, len(dataset))
     windows = np.arange(count) * len(dataset) // count
     sources = TokenSources(dataset)
     has_sidecars = sources.complete
     result = Evaluation(Score(n_bytes=0.0 if has_sidecars else None))
+    batches = [windows[start : start + micro_batch_size] for start in range(0, count, micro_batch_size)]
     with progress(label, count, "windows") as report, evaluating(model):
-        for start in range(0, count, micro_batch_size):
-            batch = windows[start : start + micro_batch_size]
+        for first in range(0, len(batches), ranks.size):
+            # A sharded model's forward pass takes all ranks: those without a batch of their own compute one in vain.
+            batch = batches[min(first + ranks.rank, len(batches) - 1)]
             losses_BT = _losses(model, dataset, batch, chunk_size, forward or model.hidden_states)
+            report.advance(sum(map(len, batches[first : first + ranks.size])))
+            if first + ranks.rank >= len(batches):
+                continue
             for window, losses_T in zip(batch, losses_BT.double().cpu().numpy(), strict=True):
                 _add(result.total, losses_T.sum(), losses_T.size)
                 if has_sidecars:
                     _add_by_source(result, sources, int(window) * dataset.max_seq_len + 1, losses_T)
-            report.advance(len(batch))
+    result = _sum(ranks.gather(result))
     result.by_source = dict(sorted(result.by_source.items()))
+    return result
+
+
+def _sum(parts: list[Evaluation]) -> Evaluation:
+    """The figures of all parts together, added to the first one."""
+    result, *others = parts
+    for part in others:
+        _add(result.total, part.total.nats, part.total.tokens, part.total.n_bytes or 0.0)
+        for name, score in part.by_source.items():
+            _add(result.by_source.setdefault(name, Score(n_bytes=0.0)), score.nats, score.tokens, score.n_bytes or 0.0)
     return result
 
 

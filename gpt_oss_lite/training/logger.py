@@ -71,13 +71,14 @@ class TrainingLogger:
         folder: the run's folder.
         suffix: added to every console line, e.g. a warning that holds for the whole run.
         trackers: get what is logged too; one that fails is named once and left out from then on.
+        writes: False on ranks that have nothing to write, because the first one does.
     """
 
-    def __init__(self, folder: Path, suffix: str = "", trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, folder: Path, suffix: str = "", trackers: Sequence[Tracker] = (), writes: bool = True) -> None:
         self._metrics = folder / "metrics.jsonl"
         self._events = folder / "events.jsonl"
         self._unwritten: dict[Path, bytes] = {}
-        self._suffix = suffix
+        self._suffix, self._writes = suffix, writes
         self._trackers = list(trackers)
 
     def log(self, row: dict[str, Any], total_steps: int, seconds_left: float | None) -> None:
@@ -94,6 +95,8 @@ class TrainingLogger:
 
     def cut(self, after_step: int, keep: Callable[[int], bool] = lambda step: True) -> None:
         """Drop the metrics rows of later steps, a torn last line, and rows of steps that `keep` refuses."""
+        if not self._writes:
+            return
         rows = read_rows(self._metrics) if self._metrics.exists() else []
         rows += [json.loads(line) for line in self._unwritten.pop(self._metrics, b"").splitlines()]
         kept = [row for row in rows if row["step"] <= after_step and keep(row["step"])]
@@ -105,6 +108,8 @@ class TrainingLogger:
     def _append(self, path: Path, row: dict[str, Any]) -> None:
         """Append a row; one that the disk refuses is kept, and written with the next. Training goes on: the next save
         looks at the disk too."""
+        if not self._writes:
+            return
         lines = self._unwritten.pop(path, b"") + _line(row).encode()
         try:
             _append(path, lines)
@@ -114,6 +119,8 @@ class TrainingLogger:
 
     def sync(self) -> None:
         """Make both files durable: before each save, so that the log never ends before its checkpoint."""
+        if not self._writes:
+            return
         for path in (self._metrics, self._events):
             if path in self._unwritten:
                 _append(path, self._unwritten[path])

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_oss_lite.training.fp8 import GRADIENT_DTYPE, GRADIENT_SCALE, Fp8Head
+
 IGNORE_INDEX = -100
 
 # Kernels index elements with 32 bits in places (pytorch#85005): no chunk reaches this many logits.
@@ -68,6 +70,7 @@ def head_cross_entropy(
     chunk_size: int,
     ignore_index: int = IGNORE_INDEX,
     kernel: ChunkKernel | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Sum of the cross-entropy of h @ head^T over the targets that are not ignored.
 
@@ -77,6 +80,8 @@ def head_cross_entropy(
         targets_BT: int64 ids in [0, V), or ignore_index.
         chunk_size: tokens whose logits are alive at one time.
         kernel: what computes a chunk; None: the fastest for the device.
+        fp8: make logits and the hidden states' gradient from 8-bit floats (see `fp8`) where gradients are wanted; the
+            Triton kernel computes the chunk then.
 
     Returns:
         The sum, fp32 (float64 for a float64 head). The caller divides by the number of valid targets of its step. Under
@@ -84,7 +89,7 @@ def head_cross_entropy(
     """
     with_gradient = torch.is_grad_enabled() and (h_BTD.requires_grad or head_weight_VD.requires_grad)
     losses_sum, _ = _HeadCrossEntropy.apply(
-        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, with_gradient, kernel
+        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, with_gradient, kernel, fp8 and with_gradient
     )
     return losses_sum
 
@@ -95,7 +100,7 @@ def head_token_losses(
 ) -> Tensor:
     """Cross-entropy of each target, (B, T) fp32, 0 where ignored; for evaluation, without gradients."""
     _, losses_N = _HeadCrossEntropy.apply(
-        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, False, plain_chunk_kernel
+        h_BTD, head_weight_VD, targets_BT, chunk_size, ignore_index, False, plain_chunk_kernel, False
     )
     return losses_N.view_as(targets_BT)
 
@@ -111,6 +116,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         with_gradient: bool,
         kernel: ChunkKernel | None,
+        fp8: bool,
     ) -> tuple[Tensor, Tensor]:
         device_type = h_BTD.device.type
         compute_dtype = h_BTD.dtype
@@ -128,8 +134,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 grad_h_ND = torch.empty_like(h_ND)
                 grad_w_VD = torch.zeros_like(weight_VD, dtype=sum_dtype)
             rows = max(1, min(chunk_size, MAX_CHUNK_LOGITS // w_VD.shape[0]))
+            head8 = Fp8Head(w_VD) if fp8 else None
             for start in range(0, targets_N.shape[0], rows):
                 chunk = slice(start, start + rows)
+                if head8 is not None:
+                    losses_N[chunk], grad_h_ND[chunk] = _fp8_chunk(
+                        head8, h_ND[chunk], targets_N[chunk], ignore_index, grad_w_VD
+                    )
+                    continue
                 logits_CV = _product(h_ND[chunk], w_VD.T, logits_dtype)
                 losses_N[chunk] = kernel(logits_CV, targets_N[chunk], ignore_index, with_gradient)
                 if with_gradient:
@@ -149,7 +161,30 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grad_h_BTD, grad_w_VD = ctx.saved_tensors
         h_dtype, weight_dtype = ctx.dtypes
         scale = grad_outputs[0]
-        return (grad_h_BTD * scale).to(h_dtype), (grad_w_VD * scale).to(weight_dtype), None, None, None, None, None
+        return (
+            (grad_h_BTD * scale).to(h_dtype),
+            (grad_w_VD * scale).to(weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _fp8_chunk(
+    head: Fp8Head, h_CD: Tensor, targets_C: Tensor, ignore_index: int, grad_w_VD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses (C,) of a chunk and d(sum of losses) / dh (C, D); the head's part is added to grad_w_VD."""
+    from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
+
+    logits_CV = head.logits(h_CD)
+    # Triton's interpreter, which stands for the GPU on a CPU, rounds to 8 bits wrongly; there PyTorch does it.
+    gradient_CV = torch.empty_like(logits_CV, dtype=GRADIENT_DTYPE if logits_CV.is_cuda else torch.float32)
+    losses_C = cross_entropy_(logits_CV, targets_C, ignore_index, gradient_CV, GRADIENT_SCALE)
+    _add_product_(grad_w_VD, logits_CV.T, h_CD)
+    return losses_C, head.input_gradient(gradient_CV.to(GRADIENT_DTYPE), h_CD.dtype)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

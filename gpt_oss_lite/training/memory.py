@@ -53,6 +53,7 @@ def estimate_model_memory_gb(
     grad_checkpoint_every: int = 3,
     loss_chunk_size: int = 8192,
     device_type: str = "cuda",
+    fp8_head: bool = False,
     optimizer: str = "adamw",
 ) -> MemoryEstimate:
     """Estimate the peak memory of training `model`.
@@ -65,6 +66,7 @@ def estimate_model_memory_gb(
         grad_checkpoint_every: see there.
         loss_chunk_size: tokens whose logits are alive at one time.
         device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
+        fp8_head: whether the head's products take 8-bit floats.
         optimizer: training.optimizer.
 
     Returns:
@@ -86,6 +88,8 @@ def estimate_model_memory_gb(
     # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
     # their gradient lies beside them in the compute type where that is another one.
     head_chunk = chunk_tokens * head_rows * (compute if fused.head else FP32 + (compute if compute != FP32 else 0))
+    if fp8_head:
+        head_chunk += chunk_tokens * head_rows + 2 * head_rows * config.d_model  # the gradient and the head, in 8 bits
     head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
@@ -125,6 +129,7 @@ def estimate_recipe(
         grad_checkpoint_every=training.grad_checkpoint_every,
         loss_chunk_size=training.loss_chunk_size,
         device_type=device_type,
+        fp8_head=training.fp8_head,
         optimizer=training.optimizer,
     )
 
@@ -183,6 +188,7 @@ def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, Me
             for chunk in (16384, 8192, 4096, 2048):
                 estimate = estimate_model_memory_gb(
                     model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk,
+                    fp8_head=recipe.training.fp8_head,
                     optimizer=recipe.training.optimizer,
                 )  # fmt: skip
                 if estimate.total_bytes <= available_bytes:

@@ -93,8 +93,9 @@ class Mirror:
         if fresh:
             self._put(meta, f"{name}.part")
         for path in files:
-            if fresh or self._size(f"{CHECKPOINTS}/{path.name}") != path.stat().st_size:
-                self._put(path, f"{CHECKPOINTS}/{path.name}")
+            place = f"{CHECKPOINTS}/{path.relative_to(manager.folder).as_posix()}"
+            if fresh or self._size(place) != path.stat().st_size:
+                self._put(path, place)
         self._put(meta, name)
         self._remove(f"{name}.part")
         return True
@@ -106,10 +107,15 @@ class Mirror:
             DamagedCheckpoint: what arrived does not match its hashes.
         """
         manager.folder.mkdir(parents=True, exist_ok=True)
-        paths = manager.files(step)
+        meta = f"meta_step_{step}.json"
+        names = [*json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b"")["files"], meta]
         with progress(f"fetch step {step} from {self.url}", None, "B") as report:
-            for path in paths:
-                report.advance(self._download(f"{CHECKPOINTS}/{path.name}", path))
+            for name in names:
+                path = manager.folder / name
+                if path.resolve().parent not in (manager.folder.resolve(), manager.shards(step).resolve()):
+                    raise DamagedCheckpoint(f"{self.url}: {meta} names {name}, which is no file of a checkpoint")
+                path.parent.mkdir(exist_ok=True)
+                report.advance(self._download(f"{CHECKPOINTS}/{name}", path))
         manager.verify(step)
 
     def fetch_run(self) -> None:
@@ -150,9 +156,10 @@ class Mirror:
         newest = manager.latest_step()
         past = [step for step in steps if newest is not None and step <= newest]
         for step in set(past) - kept_steps(past, manager.keep, manager.keep_every):
-            *files, meta = manager.files(step)
-            for path in (meta, *files):
-                self._remove(f"{CHECKPOINTS}/{path.name}")
+            meta = f"{CHECKPOINTS}/meta_step_{step}.json"
+            names = json.loads(self._content(meta) or b"{}").get("files", {})
+            for name in (meta, *(f"{CHECKPOINTS}/{name}" for name in names)):
+                self._remove(name)
 
 
 def bring_back(mirror: Mirror, folder: Path, step: int | None) -> None:

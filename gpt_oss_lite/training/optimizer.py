@@ -10,6 +10,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.training.distributed import whole
 from gpt_oss_lite.training.schedule import make_multiplier
 
 
@@ -118,8 +119,8 @@ def make_scheduler(optimizer: Optimizer, config: TrainingConfig) -> LambdaLR:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Global L2 norm of the gradients, a scalar on their device; non-finite when any gradient is."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Global L2 norm of the gradients, a scalar on their device, over all shards; non-finite when any gradient is."""
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

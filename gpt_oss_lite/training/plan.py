@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
+from gpt_oss_lite.training.distributed import Ranks, check_split
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
+from gpt_oss_lite.training.mixed import open_corpus
 from gpt_oss_lite.training.run_folder import (
     RECORD_NAME,
     ResumeRequest,
@@ -65,15 +67,18 @@ class Plan:
     corpus: dict[str, Any]
     resume_step: int | None
     """Checkpoint to go on from, verified; None: from the start."""
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-def plan_run(options: PretrainOptions) -> Plan:
+def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     """Read and check everything that can be wrong with a command.
 
     Raises:
         UserError, OSError: one line for the person who typed it.
     """
+    ranks = ranks or Ranks()
     recipe = load_recipe(options.config, options.overrides)
+    check_split(recipe.training, ranks.size)
     _check_options(options, recipe)
     check_trackers(recipe.training)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
@@ -82,7 +87,7 @@ def plan_run(options: PretrainOptions) -> Plan:
         mend_run_files(folder)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
-    dataset = PretrainDataset(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
     validation = open_validation(recipe, dataset)
     corpus = dataset.fingerprint()
@@ -91,7 +96,32 @@ def plan_run(options: PretrainOptions) -> Plan:
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
     check_room(folder, recipe, options.max_steps)
-    return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step)
+    return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step, ranks)
+
+
+def words_of_plan(plan: Plan) -> dict[str, Any]:
+    """What the other ranks need to know of the first one's plan, as JSON can hold it."""
+    return {
+        "folder": str(plan.folder), "resuming": plan.resuming, "corpus": plan.corpus, "resume_step": plan.resume_step,
+    }  # fmt: skip
+
+
+def follow_plan(options: PretrainOptions, ranks: Ranks, words: dict[str, Any]) -> Plan:
+    """The plan that the first rank has made and checked, on another rank: its own view of the same corpus.
+
+    Raises:
+        UserError, OSError: this rank cannot read what the first one can.
+    """
+    recipe = load_recipe(options.config, options.overrides)
+    dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
+    if (corpus := dataset.fingerprint()) != words["corpus"]:
+        raise UserError(f"{dataset.path} is another corpus here ({corpus}) than on rank 0 ({words['corpus']})")
+    path = validation_path(recipe, dataset)
+    validation = None if path is None else PretrainDataset(path, dataset.max_seq_len, dataset.vocab_rows)
+    return Plan(
+        options, recipe, Path(words["folder"]), words["resuming"], dataset, validation, corpus, words["resume_step"],
+        ranks,
+    )  # fmt: skip
 
 
 def _ask_second_home(options: PretrainOptions, url: str | None, folder: Path, resuming: bool) -> bool:
@@ -158,15 +188,22 @@ def _check_init_from(init_from: Path, recipe: Recipe) -> None:
     check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
 
 
+def validation_path(recipe: Recipe, dataset: PretrainDataset) -> Path | None:
+    """Where the validation corpus lies; None without evaluation during training."""
+    if not recipe.training.eval_interval:
+        return None
+    return Path(recipe.data.validation_data_path or dataset.path / "validation")
+
+
 def open_validation(recipe: Recipe, dataset: PretrainDataset) -> PretrainDataset | None:
     """The validation corpus; None without evaluation during training.
 
     Raises:
         UserError: training.eval_interval asks for one that is not there.
     """
-    if not recipe.training.eval_interval:
+    path = validation_path(recipe, dataset)
+    if path is None:
         return None
-    path = Path(recipe.data.validation_data_path or dataset.path / "validation")
     if recipe.data.validation_data_path is None and not path.is_dir():
         raise UserError(
             f"training.eval_interval is {recipe.training.eval_interval}, but {path} is not there; set "

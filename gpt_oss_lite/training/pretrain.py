@@ -10,37 +10,35 @@ Shapes: B micro-batch, T positions, D width, A micro-batches of a step.
 """
 
 import os
-import resource
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_oss_lite.model.attention import SINK_MAX, SINK_MIN
-from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.model.transformer import RouterStats
 from gpt_oss_lite.training.background import Outcome
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.diagnosis import diagnose
+from gpt_oss_lite.training.distributed import MainRankFailed, Ranks, joined_ranks, mute_all_but_the_first
 from gpt_oss_lite.training.evaluation import evaluate
+from gpt_oss_lite.training.figures import StepFigures, of_all_micro_batches, peak_memory_gib, sink_means
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
-from gpt_oss_lite.training.run import (
-    PretrainOptions,
-    Run,
-    open_run,
-    plan_run,
-    restore_checkpoint,
-    restore_start,
-)
+from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
+from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
 from gpt_oss_lite.training.run_folder import locked
 from gpt_oss_lite.training.spikes import Spike
-from gpt_oss_lite.training.stop import StopRequest
+from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
 from shared_data.console import EXIT_FAILED, ProgressReporter, describe, progress, say
 
@@ -52,24 +50,6 @@ EXIT_NAN_GUARD = 4
 EXIT_KEYBOARD = 130
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step gives to the log; tensors stay on the device until a row is written."""
-
-    ce: Tensor
-    """Cross-entropy, mean over the step's valid targets, fp32 scalar."""
-    aux: Tensor
-    """Load-balancing loss, mean over the step's micro-batches, fp32 scalar."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping, fp32 scalar."""
-    lr: float
-    """Rate that the update used."""
-    expert_load: Tensor
-    """Share of a layer's token-slots by expert, (layers, experts) fp32, mean over the micro-batches."""
-    router_entropy: Tensor
-    """Mean entropy of the routers in nats, (layers,) fp32, mean over the micro-batches."""
-
-
 def pretrain(options: PretrainOptions) -> int:
     """Train as a recipe says.
 
@@ -79,14 +59,27 @@ def pretrain(options: PretrainOptions) -> int:
     Raises:
         UserError, OSError: bad input; nothing has been written then.
     """
-    plan = plan_run(options)
-    with locked(plan.folder), StopRequest(options.max_hours) as stop:
+    mute_all_but_the_first()
+    try:
+        with joined_ranks(lambda: load_recipe(options.config, options.overrides).training) as ranks:
+            return pretrain_on(ranks, options)
+    except MainRankFailed:
+        return EXIT_FAILED
+
+
+def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
+    """`pretrain`, on one rank of a job."""
+    with planned(options, ranks) as plan, StopRequest(options.max_hours) as stop:
         run = open_run(plan)
         try:
             return train(run, stop)
         except torch.cuda.OutOfMemoryError:
             report_out_of_memory(run.recipe, run.folder)
+            ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
+        except Exception as error:
+            ranks.find_the_missing(error)
+            raise
         except KeyboardInterrupt:
             if run.saver.busy:
                 # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
@@ -98,12 +91,28 @@ def pretrain(options: PretrainOptions) -> int:
             run.logger.finish()
 
 
+@contextmanager
+def planned(options: PretrainOptions, ranks: Ranks) -> Iterator[Plan]:
+    """The plan of a command, made by the first rank, which holds the run's folder."""
+    plans: list[Plan] = []
+    with ExitStack() as lock:
+
+        def plan_and_lock() -> dict[str, Any]:
+            plans.append(plan_run(options, ranks))
+            lock.enter_context(locked(plans[0].folder))
+            return words_of_plan(plans[0])
+
+        words = ranks.from_main(plan_and_lock)
+        yield plans[0] if plans else follow_plan(options, ranks, words)
+
+
 def train(run: Run, stop: StopRequest) -> int:
     """Step until the run's last step, a request to stop, or the NaN guard ends it; the exit code."""
     if run.state.step >= run.stop_step:
         say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
         return EXIT_DONE
-    run.saver.reserve(run.model, run.optimizer)
+    if run.ranks.is_main and not run.parallel.sharded:
+        run.saver.reserve(run.model, run.optimizer)
     try:
         # The log has a line every so often; in a terminal a bar goes on below it.
         with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:
@@ -115,7 +124,7 @@ def train(run: Run, stop: StopRequest) -> int:
 
 def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> int:
     """The loop of `train`."""
-    training = run.recipe.training
+    training, agreed = run.recipe.training, AgreedStop(stop, run.ranks)
     if run.state.step == 0:
         evaluate_now(run)
     run.throughput.read()
@@ -125,7 +134,7 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
         bar.advance(1)
         if run.profiler is not None:
             run.profiler.step()
-        reason = stop.reason
+        reason = agreed.reason()
         last = step == run.stop_step
         saving = last or reason is not None or step % training.save_interval == 0
 
@@ -134,9 +143,10 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
         verdict = run.guard.read(everything=saving)
         report_skips(run, verdict.skipped)
         if verdict.resume_position is not None:
-            report_saves(run, run.saver.drain())  # it may be the checkpoint to go back to
+            # A checkpoint that is being written may be the one to go back to.
+            run.ranks.from_main(partial(report_end_of_saving, run), share=False)
             if run.state.rollbacks >= training.nan_guard_max_rollbacks:
-                return give_up(run, verdict.skipped)
+                return int(run.ranks.from_main(partial(give_up, run, verdict.skipped)))
             roll_back(run, verdict.resume_position)
             bar.advance(run.state.step - step)
             continue
@@ -167,13 +177,14 @@ def train_step(run: Run) -> StepFigures:
     batches = next_micro_batches(run)
     # Known before the first backward pass, so that accumulation gives the gradient of the step's mean, whatever its
     # parts.
-    n_valid = max(1, sum(int((targets_BT != IGNORE_INDEX).sum()) for _, targets_BT in batches))
-    losses, ces, stats = zip(*(micro_batch(run, batch, n_valid) for batch in batches), strict=True)
-
+    n_valid = count_valid_targets(run, batches)
+    figures = of_all_micro_batches(
+        run.ranks, [micro_batch(run, batch, n_valid, last=batch is batches[-1]) for batch in batches]
+    )
     parameters = list(run.model.parameters())
     norm = gradient_norm(parameters)
-    ce = torch.stack(ces).sum()
-    flags_A = on_any_rank(micro_batch_flags(torch.stack(losses), norm))
+    ce = figures.ces_A.sum()
+    flags_A = on_any_rank(micro_batch_flags(figures.losses_A, norm))
     spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
     clip_gradients(parameters, training.grad_clip, norm)
     lr = set_rate(run)
@@ -189,12 +200,20 @@ def train_step(run: Run) -> StepFigures:
     run.throughput.count(run.windows_per_step * run.recipe.model.max_seq_len)
     return StepFigures(
         ce=ce,
-        aux=torch.stack([stat.aux.detach() for stat in stats]).mean(),
+        aux=figures.auxes_A.mean(),
         grad_norm=norm,
         lr=lr,
-        expert_load=torch.stack([stat.expert_load for stat in stats]).mean(dim=0),
-        router_entropy=torch.stack([stat.entropy for stat in stats]).mean(dim=0),
+        expert_load=figures.expert_loads_ALE.mean(dim=0),
+        router_entropy=figures.entropies_AL.mean(dim=0),
     )
+
+
+def count_valid_targets(run: Run, batches: list[MicroBatch]) -> int | Tensor:
+    """Valid targets of the step, on all ranks, at least 1."""
+    count = sum(int((targets_BT != IGNORE_INDEX).sum()) for _, targets_BT in batches)
+    if run.ranks.size == 1:
+        return max(1, count)
+    return run.ranks.sum(torch.tensor(count, device=run.device)).clamp(min=1)
 
 
 def set_rate(run: Run) -> float:
@@ -207,12 +226,15 @@ def set_rate(run: Run) -> float:
     return lr
 
 
-def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tensor, Any]:
+def micro_batch(
+    run: Run, batch: MicroBatch, n_valid: int | Tensor, last: bool = True
+) -> tuple[Tensor, Tensor, RouterStats]:
     """Forward and backward pass of one micro-batch; gradients add up in the parameters.
 
     Args:
         batch: input and target, each (B, T) int64.
         n_valid: valid targets of the whole step.
+        last: whether it is this rank's last one of the step, after which the ranks' gradients are added up.
 
     Returns:
         Its share of the step's loss and of its cross-entropy, detached scalars, and the RouterStats.
@@ -220,13 +242,16 @@ def micro_batch(run: Run, batch: MicroBatch, n_valid: int) -> tuple[Tensor, Tens
     training = run.recipe.training
     ids_BT, targets_BT = (tensor.to(run.device, non_blocking=True) for tensor in batch)
     document_ids_BT = document_ids_of(ids_BT, run.dataset, run.recipe.model)
-    with autocast(run.device, run.recipe.model.dtype):
-        h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
-        ce_sum = head_cross_entropy(h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size)
-    ce = ce_sum / n_valid
-    routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
-    loss = ce + routing / training.gradient_accumulation_steps
-    loss.backward()
+    with nullcontext() if last else run.parallel.apart():
+        with autocast(run.device, run.recipe.model.dtype):
+            h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
+            ce_sum = head_cross_entropy(
+                h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size, fp8=training.fp8_head
+            )
+        ce = ce_sum / n_valid
+        routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
+        loss = ce + routing / training.gradient_accumulation_steps
+        (loss if run.ranks.size == 1 else loss * run.parallel.loss_factor).backward()
     return loss.detach(), ce.detach(), stats
 
 
@@ -235,6 +260,9 @@ def log_step(run: Run, figures: StepFigures) -> None:
     recipe, step = run.recipe, run.state.step
     ce, aux, grad_norm = torch.stack([figures.ce, figures.aux, figures.grad_norm]).tolist()
     tokens_per_s, steps_per_s, data_wait_s = run.throughput.read()
+    memory_gib = peak_memory_gib(run.device)
+    if run.ranks.size > 1:
+        data_wait_s, memory_gib = run.ranks.max(torch.tensor([data_wait_s, memory_gib], device=run.device)).tolist()
     row = {
         "step": step,
         "tokens": step * run.windows_per_step * recipe.model.max_seq_len,
@@ -244,7 +272,7 @@ def log_step(run: Run, figures: StepFigures) -> None:
         "lr": figures.lr,
         "tokens_per_s": tokens_per_s,
         "mfu": mfu(tokens_per_s, recipe.model, recipe.model.max_seq_len, run.peak_flops),
-        "memory_gib": peak_memory_gib(run.device),
+        "memory_gib": memory_gib,
         "data_wait_s": data_wait_s,
         "epoch": run.order.epoch(run.position - 1),
         "position": run.position,
@@ -255,20 +283,6 @@ def log_step(run: Run, figures: StepFigures) -> None:
         "sink_mean": sink_means(run.model),
     }
     run.logger.log(row, run.stop_step, (run.stop_step - step) / steps_per_s)
-
-
-@torch.no_grad()
-def sink_means(model: GPTOSS) -> list[float] | None:
-    """Mean over a layer's heads of the sink logits, as attention clamps them, by layer; None without sinks."""
-    sinks: list[Tensor] = [sink_H for name, sink_H in model.named_parameters() if name.endswith("sink_bias")]
-    return torch.stack(sinks).clamp(SINK_MIN, SINK_MAX).mean(dim=1).tolist() if sinks else None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak of allocated device memory, or of the process's resident memory on the CPU, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def evaluate_now(run: Run) -> None:
@@ -284,7 +298,9 @@ def evaluate_now(run: Run) -> None:
             micro_batch_size=training.micro_batch_size,
             chunk_size=training.loss_chunk_size,
             label=f"evaluate step {step}",
+            ranks=run.ranks,
         )
+        run.parallel.after_evaluation()
     run.logger.event("eval", step, **evaluation.as_dict())
     bpb = evaluation.total.bits_per_byte
     say(f"eval {step:>6} | loss {evaluation.total.loss:.4f} | bits per byte {'n/a' if bpb is None else f'{bpb:.4f}'}")
@@ -292,13 +308,28 @@ def evaluate_now(run: Run) -> None:
 
 def save(run: Run) -> None:
     """Start writing the checkpoint of the last step; training stands still for the copy alone."""
+    with run.throughput.paused():
+        if run.parallel.sharded:
+            run.ranks.from_main(partial(sync_log, run), share=False)
+            words = run.optimizer, run.state.step, run.scheduler, run.meta(), run.ranks
+            run.waits[run.state.step] = run.saver.save_in_shards(run.model, *words)
+        else:
+            run.ranks.from_main(partial(start_saving, run), share=False)
+
+
+def start_saving(run: Run) -> None:
+    """`save` of a whole model, on the rank that writes."""
+    sync_log(run)
+    waited = run.saver.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
+    run.waits[run.state.step] = waited
+
+
+def sync_log(run: Run) -> None:
+    """Make the log durable, so that it never ends before its checkpoint."""
     try:
-        run.logger.sync()  # so that the log never ends before its checkpoint
+        run.logger.sync()
     except OSError as error:
         say(f"WARNING: the log could not be made durable: {describe(error)}")
-    with run.throughput.paused():
-        waited = run.saver.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
-    run.waits[run.state.step] = waited
 
 
 def report_saves(run: Run, outcomes: list[Outcome]) -> None:
@@ -312,8 +343,22 @@ def report_saves(run: Run, outcomes: list[Outcome]) -> None:
             run.logger.event("save_failed", outcome.step, error=describe(outcome.error), **details)
 
 
+def report_end_of_saving(run: Run) -> None:
+    """Wait for the checkpoint that is being written, and record what became of it."""
+    report_saves(run, run.saver.drain())
+
+
 def wait_for_last_save(run: Run) -> None:
-    """Wait for the checkpoint that the process ends with.
+    """Wait for the checkpoint that the run ends with.
+
+    Raises:
+        OSError: it could not be written; on ranks that do not write, MainRankFailed.
+    """
+    run.ranks.from_main(partial(expect_last_save, run), share=False)
+
+
+def expect_last_save(run: Run) -> None:
+    """`wait_for_last_save`, on the rank that writes.
 
     Raises:
         OSError: it could not be written.
@@ -347,7 +392,7 @@ def report_skips(run: Run, skipped: list[SkippedStep]) -> None:
 def roll_back(run: Run, resume_position: int) -> None:
     """Go back to the newest good checkpoint, or the start, and pass over the windows up to `resume_position`."""
     from_step, rollbacks = run.state.step, run.state.rollbacks + 1
-    good = run.checkpoints.newest_good(at_most=from_step)
+    good = run.ranks.from_main(partial(run.checkpoints.newest_good, at_most=from_step))
     if good is None:
         restore_start(run)
     else:
@@ -367,7 +412,10 @@ def roll_back(run: Run, resume_position: int) -> None:
 def give_up(run: Run, skipped: list[SkippedStep]) -> int:
     """Record that the NaN guard has no rollback left, with a diagnosis; the exit code."""
     last, training = skipped[-1], run.recipe.training
-    diagnosis = diagnose(run.model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
+    run.model.average_expert_load_by(None)  # this rank looks alone
+    # A sharded model runs on all ranks or on none: then only the windows are looked at.
+    model = None if run.parallel.sharded else run.model
+    diagnosis = diagnose(model, run.dataset, run.order, last, training.micro_batch_size, training.loss_chunk_size)
     run.logger.event(
         "give_up", run.state.step, rollbacks=run.state.rollbacks, position=last.position, diagnosis=diagnosis.as_dict()
     )

@@ -1,6 +1,6 @@
 """`pretrain --profile N`: where the time of N steps goes, once the first ones have warmed everything up.
 
-Writes RUN/profile/trace.json.gz (for ui.perfetto.dev or chrome://tracing) and RUN/profile/kernels.txt, the longest
+Writes trace.json.gz (for ui.perfetto.dev or chrome://tracing) and kernels.txt, the longest
 kernels first. A profiled step is slower than others, so the run's logged speed is not a measurement then.
 """
 
@@ -19,9 +19,9 @@ TABLE_ROWS = 60
 class StepProfiler:
     """Counts the loop's steps and records some of them."""
 
-    def __init__(self, run_folder: Path, n_steps: int) -> None:
-        """Args: n_steps: steps to record, after WARMUP_STEPS that are not."""
-        self._folder = run_folder / "profile"
+    def __init__(self, folder: Path, n_steps: int) -> None:
+        """Args: folder: where the files go; n_steps: steps to record, after WARMUP_STEPS that are not."""
+        self._folder = folder
         self._left = WARMUP_STEPS + n_steps
         self._on_cuda = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
@@ -38,7 +38,7 @@ class StepProfiler:
                 self._profiler.stop()
 
     def _write(self, recorded: profile) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         order = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
         write_atomic(self._folder / "kernels.txt", recorded.key_averages().table(sort_by=order, row_limit=TABLE_ROWS))
         recorded.export_chrome_trace(str(self._folder / "trace.json.gz"))

@@ -16,13 +16,16 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, che
 from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
+from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
+from gpt_oss_lite.training.parallel import Parallel, share_model
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, plan_run
 from gpt_oss_lite.training.profiling import StepProfiler
 from gpt_oss_lite.training.run_folder import (
@@ -33,6 +36,7 @@ from gpt_oss_lite.training.run_folder import (
 )
 from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import fresh_seed, seed_everything
+from gpt_oss_lite.training.snapshot import set_weights
 from gpt_oss_lite.training.spikes import SpikeWatch
 from gpt_oss_lite.training.stream import MicroBatch, open_stream
 from gpt_oss_lite.training.trackers import open_trackers
@@ -63,6 +67,7 @@ class Run:
     """The live objects of a run."""
 
     recipe: Recipe
+    ranks: Ranks
     folder: Path
     seed: int
     init_from: str | None
@@ -74,7 +79,9 @@ class Run:
     validation: PretrainDataset | None
     order: DataOrder
     model: GPTOSS
+    parallel: Parallel
     forward: Forward
+    """`parallel.forward`."""
     optimizer: Optimizer
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
@@ -85,6 +92,7 @@ class Run:
     logger: TrainingLogger
     throughput: Throughput
     peak_flops: float | None
+    """Of all ranks' devices together."""
     state: RunState
     batches: Iterator[MicroBatch]
     profiler: StepProfiler | None = None
@@ -103,7 +111,7 @@ class Run:
 
     def open_stream(self) -> None:
         """Start loading from the run's position; what was loaded ahead is dropped."""
-        self.batches = open_stream(self.dataset, self.order, self.position, self.recipe, self.device)
+        self.batches = open_stream(self.dataset, self.order, self.position, self.recipe, self.device, self.ranks)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint's meta holds besides its files."""
@@ -122,39 +130,44 @@ class Run:
 
 def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
-    options, recipe, training = plan.options, plan.recipe, plan.recipe.training
-    if not plan.resuming:
-        seed = fresh_seed() if options.seed is None else options.seed
-        record_new_run(plan.folder, recipe, seed, plan.corpus, _init_source(options.init_from))
-    record = read_record(plan.folder)
+    options, recipe, training, ranks = plan.options, plan.recipe, plan.recipe.training, plan.ranks
+    device = ranks.device
+    if training.fp8_head:
+        check_fp8_head(device)
+    record, files = ranks.from_main(lambda: _recorded(plan))
     seed = record["seed"]
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     knobs = set_knobs(training.deterministic)
     seed_everything(seed)
     model = GPTOSS(recipe.model).to(device)
     if training.grad_checkpoint:
         model.enable_gradient_checkpointing(training.grad_checkpoint_every)
-    forward: Forward = model.hidden_states
     # The fused path's kernels are written out already, and a compiler could only split its graph around them.
-    if training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device)):
-        forward = compiled_or_plain(forward, training.compile_mode)
+    compiling = training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device))
+    parallel = share_model(
+        model,
+        training,
+        ranks,
+        lambda forward: compiled_or_plain(forward, training.compile_mode) if compiling else forward,
+    )
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
-    order = DataOrder(len(plan.dataset), seed)
+    order = plan.dataset.order(seed)
     checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
     run = Run(
         recipe=recipe,
+        ranks=ranks,
         folder=plan.folder,
         seed=seed,
         init_from=record["init_from"],
-        files=run_files(plan.folder),
+        files=files,
         device=device,
         stop_step=options.max_steps or training.total_steps,
         dataset=plan.dataset,
         validation=plan.validation,
         order=order,
         model=model,
-        forward=forward,
+        parallel=parallel,
+        forward=parallel.forward,
         optimizer=optimizer,
         scheduler=scheduler,
         start_schedule=scheduler.state_dict(),
@@ -165,33 +178,56 @@ def open_run(plan: Plan) -> Run:
         logger=TrainingLogger(
             plan.folder,
             suffix="" if training.nan_guard else " | NaN guard OFF",
-            trackers=open_trackers(plan.folder, recipe),
+            trackers=open_trackers(plan.folder, recipe) if ranks.is_main else (),
+            writes=ranks.is_main,
         ),
         throughput=Throughput(),
-        peak_flops=device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        peak_flops=_peak_flops(device, ranks),
         state=RunState(),
         batches=iter(()),
-        profiler=None if options.profile is None else StepProfiler(plan.folder, options.profile),
+        profiler=None
+        if options.profile is None or not ranks.is_main
+        else StepProfiler(plan.folder / "profile", options.profile),
     )
-    _announce(run, knobs)
+    facts = _announce(run, knobs)
     _go_to_start_or_checkpoint(run, plan)
+    where = {"position": run.position} if plan.resuming else {}
+    run.logger.event("resume" if plan.resuming else "start", run.state.step, **where, **facts)
     return run
+
+
+def _recorded(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    """run.json, written before where the run is new, and the texts of the run's files."""
+    if not plan.resuming:
+        seed = fresh_seed() if plan.options.seed is None else plan.options.seed
+        record_new_run(plan.folder, plan.recipe, seed, plan.corpus, _init_source(plan.options.init_from))
+    return read_record(plan.folder), run_files(plan.folder)
+
+
+def _peak_flops(device: torch.device, ranks: Ranks) -> float | None:
+    peak = device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if peak is None else peak * ranks.size
 
 
 def _init_source(init_from: Path | None) -> str | None:
     return None if init_from is None else str(init_from.resolve())
 
 
-def _announce(run: Run, knobs: dict[str, Any]) -> None:
+def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Say what is about to run; what the start's event keeps of it."""
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
     say(describe_parameters(run.model))
-    for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
-        say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
-    say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
+    if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
+        for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
+            say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
+        say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
     say(f"[data] {run.dataset.path}: {size}; {tokens:,} tokens a step")
+    if run.ranks.size > 1:
+        share = training.gradient_accumulation_steps // run.ranks.size
+        say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
     estimate = estimate_model_memory_gb(
         run.model,
         seq_len=recipe.model.max_seq_len,
@@ -204,14 +240,7 @@ def _announce(run: Run, knobs: dict[str, Any]) -> None:
     )
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    run.logger.event(
-        "start",
-        run.state.step,
-        stop_step=run.stop_step,
-        knobs=knobs,
-        versions=versions(),
-        estimate_gb=estimate.total_gb,
-    )
+    return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
 
 
 def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
@@ -221,7 +250,7 @@ def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, st
 
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
-    run.checkpoints.remove_leftovers()
+    run.ranks.from_main(run.checkpoints.remove_leftovers, share=False)
     if plan.resume_step is not None:
         restore_checkpoint(run, plan.resume_step)
     elif run.init_from is not None:
@@ -231,7 +260,6 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
         interval = run.recipe.training.log_interval
         kept_until = run.state.step if plan.resume_step is not None else NOTHING_KEPT
         run.logger.cut(kept_until, keep=lambda logged: logged == 1 or logged % interval == 0)
-        run.logger.event("resume", run.state.step, position=run.position)
         say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
     run.open_stream()
 
@@ -247,7 +275,7 @@ def restore_checkpoint(run: Run, step: int) -> None:
 def restore_start(run: Run) -> None:
     """Put everything back to before the first step: the weights are made again from the seed, or read again."""
     seed_everything(run.seed)
-    run.model.load_state_dict(GPTOSS(run.recipe.model).state_dict())
+    set_weights(run.model, GPTOSS(run.recipe.model).state_dict())
     if run.init_from is not None:
         load_other_weights(run, run.init_from)
     run.optimizer.state.clear()
@@ -262,7 +290,7 @@ def restore_start(run: Run) -> None:
 def load_other_weights(run: Run, init_from: str) -> None:
     """Start from the newest good weights of another run; nothing else of it is taken."""
     source = CheckpointManager(checkpoint_folder(init_from))
-    step = source.newest_good()
+    step = run.ranks.from_main(source.newest_good)
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no good checkpoint")
     source.load(run.model, step)

@@ -40,7 +40,8 @@ START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NA
 # Keys that do not change the numbers, so that a run may go on with other values.
 FREE_ON_RESUME = {
     "training.num_workers", "training.pin_memory", "training.keep_last_n", "training.keep_every", "training.mirror",
-    "training.tensorboard", "training.wandb", "training.wandb_project",
+    "training.tensorboard", "training.wandb", "training.wandb_project", "training.parallelism",
+    "training.distributed_timeout_s",
 }  # fmt: skip
 
 

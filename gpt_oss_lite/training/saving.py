@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.training.background import PAUSES_S, BackgroundWriter, Outcome
 from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.snapshot import HostBuffers, Snapshot, take_snapshot
-from shared_data.console import say
+from shared_data.console import describe, say
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,34 @@ class Saver:
         self._writer.submit(step, lambda: self._write(snapshot))
         return Waited(free - started, time.perf_counter() - free)
 
+    def save_in_shards(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: int,
+        scheduler: LambdaLR,
+        extra_meta: Mapping[str, Any],
+        ranks: Ranks,
+    ) -> Waited:
+        """Write the checkpoint of a sharded model, all ranks together; training stands still meanwhile."""
+        from gpt_oss_lite.training.sharded import save_shards
+
+        started = time.perf_counter()
+        self._writer.wait()
+        free = time.perf_counter()
+        error: OSError | None = None
+        try:
+            save_shards(self._manager, model, optimizer, step, scheduler, extra_meta, ranks)
+        except OSError as failure:
+            error = failure
+            say(f"WARNING: CHECKPOINT OF STEP {step} NOT WRITTEN: {describe(failure)}")
+        waited = Waited(free - started, time.perf_counter() - free)
+        if error is None and ranks.is_main and self._mirror is not None:
+            self._writer.submit(step, lambda: self._copy(step))
+        else:
+            self._writer.record(Outcome(step, waited.for_copy, 1, error))
+        return waited
+
     def outcomes(self) -> list[Outcome]:
         """Writes that ended since the last call."""
         return self._writer.outcomes()
@@ -82,12 +111,15 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> None:
         self._manager.write(snapshot)
         self._manager.prune(newest=snapshot.step)
-        if self._mirror is None:
-            return
+        if self._mirror is not None:
+            self._copy(snapshot.step)
+
+    def _copy(self, step: int) -> None:
+        assert self._mirror is not None
         try:
             self._mirror.push(self._manager)
         except Exception as error:  # each store has errors of its own; none of them may stop the run
             say(
-                f"WARNING: CHECKPOINT OF STEP {snapshot.step} NOT COPIED to {self._mirror.url} "
+                f"WARNING: CHECKPOINT OF STEP {step} NOT COPIED to {self._mirror.url} "
                 f"({type(error).__name__}: {error}); it will be with the next one"
             )

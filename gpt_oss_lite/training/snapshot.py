@@ -157,6 +157,12 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def load_model_tensors(model: nn.Module, path: Path) -> None:
+    """Put a file's weights into a model, a tied head by its first name.
+
+    Raises:
+        DamagedCheckpoint: the file cannot be read.
+        UserError: names or shapes are not the model's.
+    """
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -165,7 +171,26 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
         if first in tensors:
             tensors[name] = tensors[first]
     _check_shapes(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
-    model.load_state_dict(tensors, strict=True)
+    set_weights(model, tensors)
+
+
+def set_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put whole tensors into a model, of which a rank may hold only shards; all of them, and no others."""
+    current = model.state_dict()
+    model.load_state_dict({name: placed_like(current[name], tensor) for name, tensor in tensors.items()}, strict=True)
+
+
+def placed_like(target: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor as another one of its shape lies: itself, or this rank's shard of it."""
+    if not hasattr(target, "device_mesh"):
+        return value
+    placed = torch.zeros_like(target, dtype=value.dtype)
+    (dim,), mesh = [placement.dim for placement in target.placements], target.device_mesh  # type: ignore[attr-defined]
+    # Shards are as torch.chunk makes them: all of one length but the last ones.
+    start = min(-(-target.shape[dim] // mesh.size()) * mesh.get_local_rank(), target.shape[dim])
+    local = placed.to_local()  # type: ignore[attr-defined]
+    local.copy_(value.narrow(dim, start, local.shape[dim]))
+    return placed
 
 
 def check_weights_fit(model: nn.Module, path: Path) -> None:
@@ -206,6 +231,11 @@ def applying(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, Any]) -> None:
+    """Put moments and step counts, which the file has by parameter name, back into an optimizer.
+
+    Raises:
+        ValueError: a moment has not its parameter's shape.
+    """
     parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
     for name, entry in content["state"].items():
         for key in moments[id(parameters[name])]:
@@ -213,7 +243,14 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, An
                 raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
     names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    by_index = {index: content["state"][name] for index, name in enumerate(ordered) if name in content["state"]}
+    by_index = {
+        index: {
+            key: placed_like(parameters[name], value) if key in moments[id(parameters[name])] else value
+            for key, value in content["state"][name].items()
+        }
+        for index, name in enumerate(ordered)
+        if name in content["state"]
+    }
     # Hyperparameters come from the recipe and rates from the schedule: only the moments and counts are loaded.
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -3,10 +3,17 @@
 import signal
 import threading
 import time
+from collections import deque
 from types import FrameType, TracebackType
 from typing import Self
 
+import torch
+
+from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.late import LAG_STEPS, HostCopy
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TIME_IS_UP = 1000
 
 
 class StopRequest:
@@ -21,6 +28,17 @@ class StopRequest:
         self._max_hours = max_hours
         self._signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
+
+    @property
+    def code(self) -> int:
+        """`reason` as a number, for the ranks of a job to agree on: a signal's, TIME_IS_UP, or 0 to go on."""
+        if self._signal is not None:
+            return int(self._signal)
+        return TIME_IS_UP if self.reason is not None else 0
+
+    def describe(self, code: int) -> str:
+        """The reason behind a `code` of any rank."""
+        return f"--max-hours {self._max_hours:g}" if code == TIME_IS_UP else signal.Signals(code).name
 
     @property
     def reason(self) -> str | None:
@@ -47,6 +65,30 @@ class StopRequest:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
+
+
+class AgreedStop:
+    """The ranks of a job stop after the same step: what one of them is asked for is known to all a few steps later.
+
+    Args:
+        request: this rank's.
+        ranks: of the job; one alone stops at once.
+    """
+
+    def __init__(self, request: StopRequest, ranks: Ranks) -> None:
+        self._request, self._ranks = request, ranks
+        self._pending: deque[HostCopy] = deque()
+
+    def reason(self) -> str | None:
+        """Why to stop; None: go on. Every rank calls it after each step."""
+        if self._ranks.size == 1:
+            return self._request.reason
+        code = torch.tensor(self._request.code, device=self._ranks.device)
+        self._pending.append(HostCopy(self._ranks.max(code)))
+        if len(self._pending) <= LAG_STEPS:
+            return None
+        agreed = self._pending.popleft().tolist()
+        return self._request.describe(agreed) if agreed else None
 
 
 def ignore_stop_signals(worker: int) -> None:

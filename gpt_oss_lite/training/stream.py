@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from gpt_oss_lite.config import Recipe
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
 from gpt_oss_lite.training.dataset import PretrainDataset
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.stop import ignore_stop_signals
 from shared_data.console import say
 from shared_data.errors import UserError
@@ -27,13 +28,14 @@ class WorkerDied(Exception):
 
 
 def open_stream(
-    dataset: PretrainDataset, order: DataOrder, position: int, recipe: Recipe, device: torch.device
+    dataset: PretrainDataset, order: DataOrder, position: int, recipe: Recipe, device: torch.device, ranks: Ranks
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for ever."""
+    """This rank's micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for
+    ever."""
     training = recipe.training
     loader: DataLoader[MicroBatch] = DataLoader(
         dataset,
-        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size),
+        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size, ranks.rank, ranks.size),
         num_workers=training.num_workers,
         pin_memory=training.pin_memory and device.type == "cuda",
         worker_init_fn=ignore_stop_signals,
@@ -49,8 +51,8 @@ def open_stream(
 
 
 def next_micro_batches(run: "Run") -> list[MicroBatch]:
-    """The micro-batches of the coming step, on the CPU. Workers that died are replaced once: the stream is a function
-    of the position.
+    """This rank's micro-batches of the coming step, on the CPU. Workers that died are replaced once: the stream is a
+    function of the position.
 
     Raises:
         UserError: the corpus is damaged.
@@ -75,7 +77,7 @@ def next_micro_batches(run: "Run") -> list[MicroBatch]:
 def _load(run: "Run") -> list[MicroBatch]:
     try:
         with run.throughput.waiting():
-            return [next(run.batches) for _ in range(run.recipe.training.gradient_accumulation_steps)]
+            return [next(run.batches) for _ in range(run.recipe.training.gradient_accumulation_steps // run.ranks.size)]
     except (UserError, OSError, EOFError, RuntimeError) as error:
         text = str(error).strip()
         if "in DataLoader worker process" in text:

@@ -1,0 +1,1 @@
+"""The four stages of the pipeline, each a command of its own."""

@@ -6,23 +6,21 @@ Run as `python -m shared_data.scripts.clean`.
 import itertools
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 
-from shared_data import options
 from shared_data.cleaning import CleanRules, FilterSpan, WriteClean
 from shared_data.commits import Commit, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
 from shared_data.config.quality import RuleSet
-from shared_data.console import run_app, say
+from shared_data.console import say
 from shared_data.dedup import CompareBuckets, count_digests, duplicates_by_piece
 from shared_data.executor import Task, run_by_source, run_tasks
 from shared_data.layout import resolve_source_path
 from shared_data.measures import prepare_measuring
 from shared_data.near import Banding, CompareBand, linked_documents
+from shared_data.options import stage_main
 from shared_data.records import PLAIN, find_files
 from shared_data.stage import (
     Context,
@@ -40,7 +38,6 @@ from shared_data.yaml_files import check_config
 
 STAGE = "clean"
 DOCUMENTS_PER_COMPARISON = 2_000_000
-app = typer.Typer(add_completion=False)
 
 
 def rules_of(source: Source, context: Context) -> CleanRules:
@@ -186,24 +183,5 @@ def run(context: Context) -> dict[str, Any]:
     return write_report(context, STAGE, counts)
 
 
-@app.command()
-def clean(
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
-    data_root: options.DataRootOption = Path("data"),
-    as_json: options.JsonOption = False,
-) -> int:
-    """Filter raw/ and remove duplicates, into clean/SOURCE/data.jsonl."""
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who)
-    return options.run_stage(run, context, as_json)
-
-
 if __name__ == "__main__":
-    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.clean"))
+    sys.exit(stage_main(run, "clean"))

@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from shared_data import options
 from shared_data.commits import Commit, FileState, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
-from shared_data.console import run_app
 from shared_data.download import (
     BYTES_PER_TOKEN,
     ReadFiles,
@@ -25,6 +21,7 @@ from shared_data.errors import UserError
 from shared_data.executor import Task
 from shared_data.hub import data_files
 from shared_data.layout import resolve_source_path
+from shared_data.options import stage_main
 from shared_data.records import Span, cut_into_spans, find_files
 from shared_data.remote import RemoteFile, find_remote_files, is_url
 from shared_data.stage import (
@@ -39,7 +36,6 @@ from shared_data.stage import (
 )
 
 STAGE = "download"
-app = typer.Typer(add_completion=False)
 
 
 @dataclass
@@ -159,25 +155,5 @@ def _refuse_without_text(source: Source, counts: Counter[str]) -> None:
         raise UserError(f"source {source.id}: none of its {counts['read']} records has text in {names}; set text_field")
 
 
-@app.command()
-def download_raw(
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
-    total_tokens: options.TotalTokensOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
-    data_root: options.DataRootOption = Path("data"),
-    as_json: options.JsonOption = False,
-) -> int:
-    """Read the sources of the mixture into raw/SOURCE/data.jsonl."""
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens)
-    return options.run_stage(run, context, as_json)
-
-
 if __name__ == "__main__":
-    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.download_raw"))
+    sys.exit(stage_main(run, "download_raw"))

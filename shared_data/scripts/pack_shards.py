@@ -12,26 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 from rich.table import Table
 
-from shared_data import options
+from shared_data.changes import keep_origin, refuse_another_corpus
 from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
-from shared_data.console import run_app, say
+from shared_data.console import say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
-from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo, build_manifest
+from shared_data.manifest import (
+    MANIFEST_NAME,
+    SIDECAR_VERSION,
+    TOKEN_BYTES,
+    CorpusInfo,
+    Manifest,
+    Position,
+    SourceInfo,
+    build_manifest,
+)
+from shared_data.options import stage_main
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
 from shared_data.repair import PLAN_RECORD, packed_split
 from shared_data.scripts.tokenize import check_tokenizer
 from shared_data.shard_writer import shard_name
-from shared_data.stage import Context, Part, read_parts, show_table
+from shared_data.stage import Context, Part, mixture_name, read_parts, shares_of, show_table
 
 STAGE = "pack"
 SPLITS = ("long", "train", "validation")
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -48,33 +56,32 @@ class Packing:
 def corpus_info(context: Context, parts: dict[str, list[Part]]) -> CorpusInfo:
     """What holds for the whole corpus; its fingerprint covers everything that the shards depend on."""
     config, mixture = context.config, context.mixture
-    total_weight = sum(source.weight for source in context.sources)
     everything = [
-        PIPELINE_VERSION,
+        [PIPELINE_VERSION, SIDECAR_VERSION],
         [[source.id, source.weight, [part.sha256 for part in parts[source.id]]] for source in context.sources],
         [mixture.name, mixture.on_shortage, mixture.max_epochs],
         [config.total_tokens, config.shard_size_tokens, config.validation_share, config.seed],
         config.pack.long_context.model_dump(),
         config.tokenizer.model_dump(exclude={"batch_size", "prefetch"}),
     ]
-    only = [source.id for source in context.sources] if len(context.sources) < len(mixture.sources) else []
     return CorpusInfo(
         corpus=fingerprint(everything),
-        mixture=f"{mixture.name}[{','.join(only)}]" if only else mixture.name,
+        mixture=mixture_name(context),
         tokenizer_name=config.tokenizer.name,
         vocab_size=config.tokenizer.vocab_size,
         eos_token_id=config.tokenizer.eos_token_id,
         pad_token_id=config.tokenizer.pad_token_id,
         shard_size_tokens=config.shard_size_tokens,
         window_tokens=config.pack.long_context.window_tokens,
-        sources=[SourceInfo(id=source.id, weight=source.weight / total_weight) for source in context.sources],
+        sources=[
+            SourceInfo(id=source.id, weight=share)
+            for source, share in zip(context.sources, shares_of(context), strict=True)
+        ],
     )
 
 
-def plan_packing(context: Context) -> Packing:
+def plan_packing(context: Context, parts: dict[str, list[Part]], info: CorpusInfo) -> Packing:
     """Plan the corpus, or read the plan of an earlier run with the same input."""
-    parts = {source.id: read_parts(context.layout, "tokenize", source.id) for source in context.sources}
-    info = corpus_info(context, parts)
     streams = tuple(part.path for source in context.sources for part in parts[source.id])
     folder = context.layout.state / STAGE
     record = context.layout.state / PLAN_RECORD
@@ -200,8 +207,12 @@ def _is_of(folder: Path, info: CorpusInfo) -> bool:
 def run(context: Context) -> dict[str, Any]:
     """Plan, pack and publish; returns the stage's report."""
     check_tokenizer(context.config, context.config_name)
-    packing = plan_packing(context)
     layout = context.layout
+    parts = {source.id: read_parts(layout, "tokenize", source.id) for source in context.sources}
+    info = corpus_info(context, parts)
+    texts = {source: fingerprint([part.sha256 for part in own]) for source, own in parts.items()}
+    refuse_another_corpus(context, info.corpus, texts)
+    packing = plan_packing(context, parts, info)
     manifests, commits = write_shards(context, packing)
     for split in SPLITS:
         if split not in manifests:
@@ -213,6 +224,7 @@ def run(context: Context) -> dict[str, Any]:
         say("no document was held out for validation: the corpus is small, or validation_share is 0")
     # Windows align with the start of the corpus alone, so the long-context ones come first.
     publish([packed_split(context.layout, split) for split in ("long", "train") if split in manifests], layout.corpus)
+    keep_origin(context, info.corpus, texts)
     report = {
         **packing.report,
         "corpus": str(layout.corpus),
@@ -263,26 +275,5 @@ def show(report: dict[str, Any]) -> None:
     )
 
 
-@app.command()
-def pack_shards(
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
-    total_tokens: options.TotalTokensOption = None,
-    shard_size_tokens: options.ShardSizeOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
-    data_root: options.DataRootOption = Path("data"),
-    as_json: options.JsonOption = False,
-) -> int:
-    """Mix tokens/ into shards and make pretrain_chinchilla/ of them."""
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who, total_tokens, shard_size_tokens)
-    return options.run_stage(run, context, as_json)
-
-
 if __name__ == "__main__":
-    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.pack_shards"))
+    sys.exit(stage_main(run, "pack_shards"))

@@ -4,17 +4,14 @@ Run as a script by its path it would hide the standard library's `tokenize` from
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import typer
-
-from shared_data import options
 from shared_data.commits import fingerprint
 from shared_data.config import PIPELINE_VERSION, PipelineConfig, Source
-from shared_data.console import run_app, say
+from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.executor import Task
+from shared_data.options import stage_main
 from shared_data.stage import (
     Context,
     finish_source,
@@ -30,7 +27,6 @@ from shared_data.tokenizer import Tokenizer
 from shared_data.tokenizing import INDEX_VERSION, STREAM_VERSION, TokenizeSpan, tokenizer_of
 
 STAGE = "tokenize"
-app = typer.Typer(add_completion=False)
 
 
 def check_tokenizer(config: PipelineConfig, config_name: str) -> Tokenizer:
@@ -80,24 +76,5 @@ def run(context: Context) -> dict[str, Any]:
     return write_report(context, STAGE, {source: source_counts(own) for source, own in commits.items()})
 
 
-@app.command()
-def tokenize(
-    mixture: options.MixtureOption = None,
-    data_config: options.DataConfigOption = None,
-    source: options.SourceOption = None,
-    workers: options.WorkersOption = None,
-    executor: options.ExecutorOption = "pool",
-    ray_address: options.RayAddressOption = None,
-    task_index: options.TaskIndexOption = 0,
-    task_count: options.TaskCountOption = 1,
-    data_root: options.DataRootOption = Path("data"),
-    as_json: options.JsonOption = False,
-) -> int:
-    """Encode clean/ into tokens/SOURCE/tokens.bin."""
-    who = options.make_workers(workers, executor, ray_address, task_index, task_count)
-    context = options.make_context(mixture, data_config, data_root, source, who)
-    return options.run_stage(run, context, as_json)
-
-
 if __name__ == "__main__":
-    sys.exit(run_app(app, prog_name="python -m shared_data.scripts.tokenize"))
+    sys.exit(stage_main(run, "tokenize"))

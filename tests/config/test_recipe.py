@@ -240,3 +240,27 @@ def test_a_changed_copy_is_checked_like_a_new_one():
 def test_the_final_decay_is_a_tenth_unless_stated():
     assert TrainingConfig(schedule="wsd").resolved_decay_steps == 6100
     assert TrainingConfig(schedule="wsd", decay_steps=5).resolved_decay_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[{path: a, weight: 0.7}, {path: b, weigt: 0.3}]",
+         "data.train_data_path.1.weigt is not a known key; the nearest known key is weight"),
+        ("[{path: a, weight: x}, {path: b, weight: 0.3}]", "data.train_data_path.0.weight is x: it must be a number"),
+        ("[a, b]", "data.train_data_path.0 is a: it must be a mapping of keys to values"),
+        ("3", "data.train_data_path is 3: it must be text"),
+    ],
+)  # fmt: skip
+def test_a_key_of_two_kinds_is_named_without_its_kind(tmp_path, value, message):
+    with pytest.raises(UserError) as refused:
+        load_recipe(write(tmp_path, MINIMAL), [f"data.train_data_path={value}"])
+    assert str(refused.value).startswith(f"--set data.train_data_path={value}: {message}")
+
+
+def test_a_list_of_corpora_is_read_back_as_it_was(tmp_path):
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL), ["data.train_data_path=[{path: a, weight: 0.7}, {path: b, weight: 0.3}]"]
+    )
+    assert load_recipe(write(tmp_path, dump_recipe(recipe))) == recipe
+    assert [part.path for part in recipe.data.train_data_path] == ["a", "b"]

@@ -1,8 +1,23 @@
-"""transformers keeps its cache in a folder that goes with the tests, and asks no network."""
+"""transformers keeps the modelling files that it copies in a folder that goes with the tests, and asks no network."""
 
-import os
 import tempfile
+from collections.abc import Iterator
 
-_home = tempfile.TemporaryDirectory(prefix="hf-home-")  # goes with the process
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HOME", _home.name)
+import huggingface_hub.constants
+import pytest
+import transformers.dynamic_module_utils
+
+# One folder a process: transformers imports what it copies there as one package, `transformers_modules`.
+_home = tempfile.TemporaryDirectory(prefix="hf-home-")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offline_hub() -> Iterator[None]:
+    """For the modules of this folder alone: both libraries read the environment once, when they are imported, and
+    what these tests import or start later reads it too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", _home.name)
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", f"{_home.name}/modules")
+        yield

@@ -205,3 +205,14 @@ def test_cross_entropy_and_gradient_equal_pytorchs(vocabulary):
     assert_close(replaced, gradient)
     assert loss[3] == 0
     assert torch.count_nonzero(replaced[3]) == 0
+
+
+def test_cross_entropy_gives_a_scaled_copy_of_its_gradient_too():
+    torch.manual_seed(0)
+    logits = random(5, 300, scale=3.0).detach()
+    target = torch.tensor([0, 299, -100, 7, 7], device=DEVICE)
+    copy = torch.full_like(logits, float("nan"))
+    cross_entropy_(logits, target, -100, copy, 2.0**15)
+    assert torch.equal(copy, logits * 2.0**15)
+    assert copy[3, 7] < 0
+    assert torch.count_nonzero(copy[2]) == 0

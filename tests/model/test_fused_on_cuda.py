@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import relative_error
+from small_models import relative_error
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.fused.block import FusedBlock

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import SMALL, lively, relative_error
+from small_models import SMALL, lively, relative_error
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.kv_cache import KVCache

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, SMALL, lively, relative_error
+from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 from torch import Tensor
 
 from gpt_oss_lite.config import ModelConfig
@@ -227,5 +227,5 @@ def test_an_absent_dispatch_falls_back_with_one_log_line(caplog: pytest.LogCaptu
         lively(MoE(SMALL.replace(moe_dispatch="triton_grouped")))(x)
         lively(MoE(SMALL))(x)
     assert [record.getMessage() for record in caplog.records] == [
-        "moe_dispatch triton_grouped is not available here (cpu): using reference"
+        "moe_dispatch triton_grouped is not available in torch.float32: using reference"
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import SMALL, lively, relative_error
+from small_models import SMALL, lively, relative_error
 
 from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.routing import fp32_linear

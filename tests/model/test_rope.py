@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, relative_error, transformers_config
+from oracles import transformers_config
+from small_models import GPT_OSS_VARIANT, relative_error
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, SMALL, explicit_attention, lively, relative_error, transformers_config
+from oracles import explicit_attention, transformers_config
+from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, SMALL, lively, relative_error, to_transformers_names, transformers_twin
+from oracles import to_transformers_names, transformers_twin
+from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 

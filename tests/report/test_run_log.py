@@ -75,6 +75,7 @@ def test_evaluations_are_those_on_the_path_to_the_end(tmp_path):
         ([{"event": "start", "stop_step": 90}], "at step 7 of 90"),
         ([{"event": "start"}, {"event": "stop", "reason": "SIGTERM"}], "stopped at step 7 (SIGTERM)"),
         ([{"event": "start"}, {"event": "stop", "reason": "SIGTERM"}, {"event": "start"}], "at step 7"),
+        ([{"event": "start"}, {"event": "stop"}, {"event": "resume", "stop_step": 80}], "at step 7 of 80"),
         ([{"event": "start"}, {"event": "give_up"}], "given up by the NaN guard at step 7"),
     ],
 )

@@ -93,14 +93,14 @@ def set_source(folder: Path, **source: object) -> None:
 
 
 def download(
-    folder: Path, hub: StandInHub, *, kill_at: int = 0, root: str = "data"
+    folder: Path, hub: StandInHub, *, kill_at: int = 0, root: str = "data", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the stage in a process of its own, whose hub is the stand-in."""
     script = folder / "driver.py"
     script.write_text(DRIVER)
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
                    "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(folder / "hf"), "HF_TOKEN": "",
-                   "NO_PROXY": "127.0.0.1"}  # fmt: skip
+                   "NO_PROXY": "127.0.0.1", **variables}  # fmt: skip
     hub.log.clear()
     command = [sys.executable, script, Path(__file__).parent, folder, str(kill_at), root]
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=100)
@@ -166,6 +166,22 @@ def test_no_more_is_read_than_is_wanted_and_more_goes_on_where_it_stopped(folder
     assert len(ids_of(folder)) > len(few)
     assert download(folder, hub, root="clean-start").returncode == 0
     assert ids_of(folder, "clean-start") == ids_of(folder)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_a_hub_that_the_environment_forbids_is_refused_at_once(folder, hub, variable):
+    ran = download(folder, hub, **{variable: "1"})
+    message = f"the hub is not asked, since {variable}=1 is set; unset it, or name local files"
+    assert (ran.returncode, ran.stdout) == (2, f"source web: dataset org/name: {message}\n"), ran.stderr
+    assert "trying again" not in ran.stderr
+    assert hub.log == []
+    assert download(folder, hub, kill_at=N_ROWS + 30).returncode == -9
+    ran = download(folder, hub, **{variable: "1"})
+    assert ran.returncode == 2, "also where a file is gone on with"
+    assert message in ran.stdout
+    assert "trying again" not in ran.stderr
+    assert download(folder, hub).returncode == 0
+    assert download(folder, hub, **{variable: "1"}).returncode == 0, "what is finished needs no hub"
 
 
 def test_a_gated_data_set_says_what_to_do(folder, hub):

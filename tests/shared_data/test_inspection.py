@@ -58,6 +58,11 @@ def test_sources_and_passkeys_are_those_of_the_sidecar(corpus, capsys):
     sidecar = read_sidecar(corpus / "shard_00000.bin")
     expected = [sidecar.sources[index] for index in sidecar.source_index[: len(shown["pieces"])]]
     assert [piece["source"] for piece in shown["pieces"]] == expected
+    names = read_sidecar(corpus / "shard_00000.bin", with_ids=True).ids
+    assert [piece["id"] for piece in shown["pieces"]] == names[: len(shown["pieces"])]
+    assert run(corpus, "--window", 0, "--window-tokens", WINDOW) == 0
+    text = next(piece for piece in shown["pieces"] if not piece["is_passkey"])
+    assert f", from {text['id']}\n{text['text'][:100]}" in capsys.readouterr().out
     passkeys = [piece["document"] for piece in shown["pieces"] if piece["is_passkey"]]
     assert passkeys == [number for number in sidecar.inserts.tolist() if number < len(expected)]
     assert passkeys

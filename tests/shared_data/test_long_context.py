@@ -65,8 +65,8 @@ def test_each_gap_tells_a_training_key_and_asks_for_it_at_the_end(packed):
     tokenizer, keys = load_tokenizer(), []
     for sidecar, first, end, ids in windows_of(context):
         inserts = [index for index in sidecar.inserts.tolist() if first <= index < end]
-        if not inserts:
-            assert len(ids) == WINDOW, "filled by documents alone"
+        if end - first == 1:
+            assert inserts == [], "filled by one document"
             continue
         tells, asks = inserts
         assert asks == end - 1
@@ -140,7 +140,7 @@ def test_without_a_share_the_shards_of_an_earlier_packing_go(packed, tmp_path):
     run_all(context_of(tmp_path))
     assert (tmp_path / "data" / "shards" / "long").is_dir()
     edit_yaml(tmp_path / "data_config.yaml", pack={"long_context": {"share": 0.0}})
-    context = context_of(tmp_path)
+    context = context_of(tmp_path, allow_changed=True)
     report = run_all(context)["pack"]
     assert report["long_context"]["windows"] == 0
     assert not (tmp_path / "data" / "shards" / "long").exists()
@@ -163,7 +163,7 @@ def test_a_mixture_that_stops_does_not_give_all_its_text_to_long_windows(tmp_pat
     st.integers(0, 40),
     st.sampled_from([1024, 4096]),
 )
-def test_packing_never_overfills_repeats_or_leaves_a_gap_that_no_insert_fits(lengths, count, window):
+def test_packing_never_overfills_or_repeats_and_keeps_room_for_the_inserts(lengths, count, window):
     own = np.array(lengths, np.int64)
     windows = pack_windows(own, count, window)
     places = [int(place) for some in windows for place in some]
@@ -171,7 +171,7 @@ def test_packing_never_overfills_repeats_or_leaves_a_gap_that_no_insert_fits(len
     assert len(windows) <= count
     for some in windows:
         gap = window - int(own[some].sum())
-        assert gap == 0 or 2 * INSERT_TOKENS <= gap <= window / 4
+        assert 2 * INSERT_TOKENS <= gap <= window / 4 or (gap, len(some)) == (0, 1)
         assert (np.diff(some) > 0).all()
 
 

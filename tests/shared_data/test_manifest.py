@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors
 
 from shared_data.errors import UserError
 from shared_data.manifest import CorpusInfo, Manifest, Position, SourceInfo, build_manifest, read_sidecar
@@ -155,6 +156,28 @@ def test_sizes_are_checked_at_start_and_hashes_on_demand(corpus):
     path.unlink()
     with pytest.raises(UserError, match=r"shard_00002\.bin is not there"):
         Manifest.load(corpus)
+
+
+def test_a_reader_that_does_not_know_ids_reads_the_rest_of_a_sidecar(tmp_path):
+    """Version 1 reads these arrays and these keys by name; ids are further arrays."""
+    names = ["a", "https://example.org/ä", "", "urn:uuid:1"]
+    documents = [([1, 2, 3], 0, 5), ([4], 0, 1), ([5, 6], 0, 2), ([7], 0, 9)]
+    write_corpus(tmp_path / "with", INFO, documents, names=names)
+    write_corpus(tmp_path / "without", INFO, documents)
+    old, new = (tmp_path / kind / "shard_00000.idx" for kind in ("without", "with"))
+    with safetensors.safe_open(old, framework="numpy") as one, safetensors.safe_open(new, framework="numpy") as other:
+        for name in ("starts", "source_index", "n_bytes"):
+            assert one.get_tensor(name).tobytes() == other.get_tensor(name).tobytes()
+        before, after = (json.loads(file.metadata()["sidecar"]) for file in (one, other))
+        assert {key: after[key] for key in before if key != "version"} == {
+            key: value for key, value in before.items() if key != "version"
+        }
+        assert set(other.keys()) - set(one.keys()) == {"ids", "id_ends"}
+    assert read_sidecar(new, with_ids=True).ids == names
+    assert read_sidecar(old, with_ids=True).ids is None
+    twice = new.read_bytes()
+    write_corpus(tmp_path / "with", INFO, documents, names=names)
+    assert new.read_bytes() == twice
 
 
 def writer(folder, lengths, key="k"):

@@ -16,7 +16,7 @@ from test_kills import MANY_TASKS, begun, start_child
 from shared_data.errors import UserError
 from shared_data.executor import OthersNotDone, Result, Task, Workers, run_tasks
 from shared_data.files import write_atomic
-from shared_data.options import EXIT_OTHERS_NOT_DONE, make_workers, run_stage
+from shared_data.options import EXIT_OTHERS_NOT_DONE, StageOptions, run_stage
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +145,10 @@ def test_d3_the_shares_of_an_array_are_disjoint_and_complete(tmp_path, count):
 
 
 def test_d3_index_and_count_cannot_be_taken_for_each_other():
-    assert make_workers(1, task_index=6, task_count=7).task_index == 6
+    assert StageOptions(task_index=6, task_count=7).who().task_index == 6
     for index, count in ((7, 6), (3, 3), (1, 1)):
         with pytest.raises(UserError, match=rf"--task-index is {index}: it must be below --task-count \({count}\)"):
-            make_workers(1, task_index=index, task_count=count)
+            StageOptions(task_index=index, task_count=count).who()
 
 
 def run_job(folder: Path, index: int, count: int) -> None:

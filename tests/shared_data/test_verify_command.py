@@ -111,6 +111,22 @@ def test_a_moved_document_end_is_seen(corpus, capsys):
     assert "its documents do not end where those of shard_00002.bin do" in capsys.readouterr().err
 
 
+def test_damaged_or_missing_ids_of_documents_are_seen(corpus, capsys):
+    names = [f"https://example.org/{n}" for n in range(25)]
+    write_corpus(corpus, INFO, [(range(n), 0, n) for n in range(25)], names=names)
+    assert run(corpus) == 0
+    path = corpus / "shard_00001.idx"
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b"example", b"exbmple", 1), whole.replace(b'"id_ends"', b'"id_endz"', 1)):
+        assert damaged != whole
+        path.write_bytes(damaged)
+        capsys.readouterr()
+        assert run(corpus) == 1
+        assert f"{path}: not a whole sidecar" in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert run(corpus) == 0
+
+
 def test_wrong_counts_in_the_manifest_are_seen(corpus, capsys):
     content = json.loads((corpus / "manifest.json").read_text())
     content["sources"]["a"]["documents"] += 1
@@ -149,6 +165,16 @@ def test_a_corpus_of_another_program_without_sidecars_can_be_verified(corpus):
         path.unlink()
     assert Manifest.load(corpus).corpus is None
     assert run(corpus) == 0
+
+
+def test_several_corpora_are_verified_together(corpus, tmp_path, capsys):
+    other = tmp_path / "other"
+    write_corpus(other, INFO, [(range(n), 0, n) for n in range(9)])
+    assert run(corpus, other, "--json") == 0
+    assert list(json.loads(capsys.readouterr().out)) == [str(corpus), f"{corpus}/validation", str(other)]
+    damage(other / "shard_00000.bin", 8, token(7))
+    assert run(corpus, other) == 1
+    assert f"bad: {other}/shard_00000.bin: SHA-256 is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "corpus/manifest.json"])

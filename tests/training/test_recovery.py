@@ -16,12 +16,14 @@ from test_pretrain import Poison
 from torch import distributed, multiprocessing
 
 from gpt_oss_lite.training import pretrain as loop
-from gpt_oss_lite.training.diagnosis import NOT_AGAIN, diagnose, first_non_finite, report_window
+from gpt_oss_lite.training.dataset import PretrainDataset
+from gpt_oss_lite.training.diagnosis import NOT_AGAIN, Diagnosis, diagnose, first_non_finite, report_window
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
 from gpt_oss_lite.training.optimizer import update_unless
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain, train
 from gpt_oss_lite.training.run import open_run, plan_run
 from gpt_oss_lite.training.stop import StopRequest
+from shared_data.shard_writer import write_corpus
 
 
 @pytest.fixture
@@ -90,10 +92,24 @@ class TestDiagnosis:
         ids = run.dataset[20][0].tolist()
         assert window.text == f"ids {' '.join(map(str, ids))}"  # this corpus's tokenizer is not at hand
 
+    def test_the_documents_of_a_window_are_named(self, tmp_path):
+        info = tiny_run.corpus_info(shard_size_tokens=24)
+        documents = [([1] * 9, 0, 9), ([2] * 11, 1, 11), ([3] * 14, 0, 14), ([4] * 12, 0, 12)]  # an EOS follows each
+        write_corpus(tmp_path, info, documents, names=["p-0", "https://example.org/c", "p-2", "p-3"])
+        dataset = PretrainDataset(tmp_path, tiny_run.WINDOW)
+        assert [len(dataset.shards), dataset.total_tokens] == [3, 50]
+        found = [report_window(dataset, window).documents for window in range(3)]
+        assert found == [
+            ["prose: p-0", "code: https://example.org/c"],
+            ["code: https://example.org/c", "prose: p-2"],
+            ["prose: p-2", "prose: p-3"],
+        ]
+        report = report_window(dataset, 1)
+        lines = list(Diagnosis(3, 0, [report], "a weight").lines())
+        assert lines[-1] == "    documents: code: https://example.org/c, prose: p-2"
+
     def test_text_is_decoded_where_the_tokenizer_is_known(self, tmp_path):
         import command_line
-
-        from gpt_oss_lite.training.dataset import PretrainDataset
 
         dataset = PretrainDataset(command_line.write_text_corpus(tmp_path / "text"), 16)
         assert "number" in report_window(dataset, 0).text or "return" in report_window(dataset, 0).text

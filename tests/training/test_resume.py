@@ -30,6 +30,10 @@ def test_20_steps_are_10_then_sigkill_then_10(setting):
     code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, resume_from=10))
     assert code == 0, stderr
     assert "[resume] from step 10" in stderr
+    (resumed,) = tiny_run.events(run, "resume")
+    assert (resumed["step"], resumed["stop_step"], len(tiny_run.events(run, "start"))) == (10, 20, 1)
+    assert "[knobs]" not in stderr
+    assert "fused" not in stderr
     assert tiny_run.rows(run) == rows
     assert tiny_run.digests(run, 20) == digests
     assert {row["epoch"] for row in rows} > {0}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gpt_oss_lite.model.backends import reference
@@ -57,8 +58,21 @@ def select_attention(backend: str, device_type: str, cached: bool) -> SinkAttent
 
 
 @cache
-def select_dispatch(moe_dispatch: str, device_type: str) -> DispatchExperts:
-    """The dispatch that the key model.moe_dispatch names; one log line where this machine lacks it."""
-    if moe_dispatch not in ("auto", "reference"):
-        logger.warning("moe_dispatch %s is not available here (%s): using reference", moe_dispatch, device_type)
-    return reference.dispatch_experts
+def select_dispatch(moe_dispatch: str, device_type: str, dtype: torch.dtype) -> DispatchExperts:
+    """The dispatch that the key model.moe_dispatch names, where the fused half does not serve.
+
+    Args:
+        moe_dispatch: the key's value.
+        device_type: of the tokens.
+        dtype: compute dtype; PyTorch's grouped products are for 16 bits, on a CPU where they are asked for by name.
+    """
+    if moe_dispatch == "reference" or (moe_dispatch == "auto" and (device_type != "cuda" or dtype != torch.bfloat16)):
+        return reference.dispatch_experts
+    if dtype != torch.bfloat16:
+        logger.warning("moe_dispatch %s is not available in %s: using reference", moe_dispatch, dtype)
+        return reference.dispatch_experts
+    if moe_dispatch == "triton_grouped":
+        logger.warning("moe_dispatch triton_grouped is not available here (%s): using grouped", device_type)
+    from gpt_oss_lite.model.backends import grouped
+
+    return grouped.dispatch_experts

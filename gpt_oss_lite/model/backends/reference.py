@@ -4,12 +4,11 @@ Shapes: B batch, T queries, S keys (the queries are the last T of the S position
 Q = H / G query heads per key head, C head width. For experts: T tokens, D width, K experts per token, R = T * K rows.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpt_oss_lite.model.backends.rows import combine, sort_by_expert
 from gpt_oss_lite.model.layers import at_least_fp32, without_autocast
 from gpt_oss_lite.model.routing import Routing, count_slots
 
@@ -112,20 +111,6 @@ def _visible(
     return visible
 
 
-class _PermuteRows(torch.autograd.Function):
-    """x[order] for a permutation; the gradient is read through the inverse, not scattered with atomic adds."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return x_RD[order_R]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_R,) = ctx.saved_tensors
-        return gradients[0][inverse_R], None, None
-
-
 def dispatch_experts(x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> Tensor:
     """Send every token through its experts and add up what they return, by their weights.
 
@@ -140,14 +125,7 @@ def dispatch_experts(x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> 
     Returns:
         (T, D) in x's dtype; the sum runs in the weights' dtype.
     """
-    n_tokens, width = x_TD.shape
-    experts_per_token = routing.experts_TK.shape[1]
-    flat_R = routing.experts_TK.reshape(-1)
-    order_R = flat_R.argsort(stable=True)
-    inverse_R = order_R.argsort()
-    x_TKD = x_TD[:, None].expand(n_tokens, experts_per_token, width)
-    x_RD = _PermuteRows.apply(x_TKD.reshape(-1, width), order_R, inverse_R)
+    x_RD, _, order = sort_by_expert(x_TD, routing)
     rows = count_slots(routing.experts_TK, len(experts)).tolist()
     parts = [expert(part) for expert, part in zip(experts, x_RD.split(rows), strict=True)]
-    y_TKD = _PermuteRows.apply(torch.cat(parts), inverse_R, order_R).view(n_tokens, experts_per_token, width)
-    return (y_TKD * routing.weights_TK[..., None]).sum(dim=1).to(x_TD.dtype)
+    return combine(torch.cat(parts), routing, order).to(x_TD.dtype)

@@ -50,6 +50,7 @@ class FusedAttention(torch.autograd.Function):
         ctx: Any, geometry: AttentionGeometry, batch: int, cos_TP: Tensor, sin_TP: Tensor, x_ND: Tensor, gain_D: Tensor,
         sink_H: Tensor | None, q_proj: Tensor, kv_proj: Tensor, o_proj: Tensor,
     ) -> Tensor:  # fmt: skip
+        """x_ND plus the attention of its norm, (N, D); keeps for the backward pass what is dear to compute again."""
         w_qkv = joined_copy([[q_proj, kv_proj]], x_ND.dtype)[0]
         w_out = o_proj.to(x_ND.dtype)
         h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
@@ -71,6 +72,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x_ND, the norm's gain, the sinks and the projections, in forward's order."""
         x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, *state = ctx.saved_tensors
         geometry, (w_qkv, w_out) = ctx.geometry, ctx.weights
         dout_ND = dout_ND.contiguous()

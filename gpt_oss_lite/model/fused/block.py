@@ -3,7 +3,7 @@
 Triton is imported where it is used, since the reference path does without.
 """
 
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from gpt_oss_lite.model.rope import RotaryTables
 from gpt_oss_lite.model.routing import LayerStats
 
 if TYPE_CHECKING:
+    from gpt_oss_lite.model.fused.attention import AttentionGeometry
+    from gpt_oss_lite.model.fused.moe import MoEGeometry
     from gpt_oss_lite.model.transformer import Block
 
 
@@ -75,16 +77,26 @@ def grouped_products(moe_dispatch: str) -> str:
 
 
 class FusedBlock:
-    """A layer's fused halves, with their geometry."""
+    """A layer's fused halves; each is set up at its first use, since a model may take only one."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
+        self._config, self._layer = config, layer
+
+    @cached_property
+    def _attention(self) -> "AttentionGeometry":
         from gpt_oss_lite.model.fused.attention import AttentionGeometry
+
+        config = self._config
+        return AttentionGeometry(
+            config.n_heads, config.n_kv_heads, config.head_dim, config.layer_window(self._layer), config.norm_eps
+        )
+
+    @cached_property
+    def _moe(self) -> "MoEGeometry":
         from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry
 
-        self._attention = AttentionGeometry(
-            config.n_heads, config.n_kv_heads, config.head_dim, config.layer_window(layer), config.norm_eps
-        )
-        self._moe = MoEGeometry(
+        config = self._config
+        return MoEGeometry(
             config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps,
             config.expert_activation == "clamped_swiglu", PRODUCTS[grouped_products(config.moe_dispatch)],
         )  # fmt: skip
@@ -108,6 +120,6 @@ class FusedBlock:
         x_BTD, aux, z_loss, load_E, entropy = fused_moe(
             x_BTD, self._moe, block.moe_norm.weight, moe.router.weight, moe.router.bias,
             [expert.gate_proj.weight for expert in experts], [expert.up_proj.weight for expert in experts],
-            [expert.down_proj.weight for expert in experts],
+            [expert.down_proj.weight for expert in experts], moe.load_to_balance,
         )  # fmt: skip
         return x_BTD, LayerStats(aux, z_loss, load_E, entropy)

@@ -26,6 +26,7 @@ from gpt_oss_lite.model.kernels.router import (
     router_gradient,
 )
 from gpt_oss_lite.model.kernels.swiglu import swiglu, swiglu_backward
+from gpt_oss_lite.model.routing import AverageLoad
 
 
 class GroupedProducts(NamedTuple):
@@ -68,9 +69,10 @@ class FusedMoE(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, geometry: MoEGeometry, x_ND: Tensor, gain_D: Tensor, router_ED: Tensor, bias_E: Tensor | None,
-        *matrices: Tensor,
+        ctx: Any, geometry: MoEGeometry, average_load: AverageLoad | None, x_ND: Tensor, gain_D: Tensor,
+        router_ED: Tensor, bias_E: Tensor | None, *matrices: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """x_ND plus its experts' output, balancing loss, z-loss, load by expert and router entropy."""
         gates, ups, downs = _by_kind(matrices)
         n, multiply = geometry.n_experts, geometry.products.product
         w_gate_up = joined_copy(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
@@ -97,6 +99,8 @@ class FusedMoE(torch.autograd.Function):
 
         n_tokens = x_ND.shape[0]
         load_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).float() / routing.expert_NK.numel()
+        if average_load is not None:
+            load_E = average_load(load_E)
         aux = n * (load_E * routing.sums[:n]).sum() / n_tokens
         entropy, z_loss = routing.sums[n] / n_tokens, routing.sums[n + 1] / n_tokens
         ctx.geometry, ctx.shapes = geometry, (gates[0].shape[0], len(matrices))
@@ -112,6 +116,7 @@ class FusedMoE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor, daux: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x_ND, the norm's gain, the router and the experts' matrices, in forward's order."""
         (
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
             load_E, *rest,
@@ -152,7 +157,7 @@ class FusedMoE(torch.autograd.Function):
             drows_RD, dshared_ND, dlogits_NE, dy_ND, x_ND, gain_D, rstd_N, router_ED, row_of_slot_NK
         )
         dbias_E = dlogits_NE.sum(0) if ctx.has_bias else None
-        return None, dx_ND, dgain_D, router_gradient(dlogits_NE, h_ND), dbias_E, *dgates, *dups, *ddowns
+        return None, None, dx_ND, dgain_D, router_gradient(dlogits_NE, h_ND), dbias_E, *dgates, *dups, *ddowns
 
 
 def _by_kind(matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
@@ -163,19 +168,20 @@ def _by_kind(matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Ten
 
 def fused_moe(
     x_BTD: Tensor, geometry: MoEGeometry, gain_D: Tensor, router_ED: Tensor, bias_E: Tensor | None,
-    gates: Sequence[Tensor], ups: Sequence[Tensor], downs: Sequence[Tensor],
+    gates: Sequence[Tensor], ups: Sequence[Tensor], downs: Sequence[Tensor], average_load: AverageLoad | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x + shared expert + weighted sum of the top-K routed experts, all of rms_norm(x).
 
     Args:
         x_BTD: residual stream in the compute dtype.
         gates, ups, downs: the experts' fp32 parameters in nn.Linear's layout, the routed ones and then the shared one.
+        average_load: see `routing.route`.
 
     Returns:
         (B, T, D) in x's dtype; balancing loss and z-loss, fp32 scalars; expert load (E,) that sums to 1 and mean
         entropy of the router in nats, without gradients.
     """
     out_ND, aux, z_loss, load_E, entropy = FusedMoE.apply(
-        geometry, x_BTD.reshape(-1, x_BTD.shape[-1]), gain_D, router_ED, bias_E, *gates, *ups, *downs
+        geometry, average_load, x_BTD.reshape(-1, x_BTD.shape[-1]), gain_D, router_ED, bias_E, *gates, *ups, *downs
     )
     return out_ND.view_as(x_BTD), aux, z_loss, load_E, entropy

@@ -17,7 +17,10 @@ WARPS = 16
 
 
 @triton.jit
-def _cross_entropy(logits_ptr, target_ptr, loss_ptr, V: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(
+    logits_ptr, target_ptr, loss_ptr, copy_ptr, copy_scale, V: tl.constexpr, IGNORE: tl.constexpr,
+    HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
     target = tl.load(target_ptr + row)
@@ -48,17 +51,26 @@ def _cross_entropy(logits_ptr, target_ptr, loss_ptr, V: tl.constexpr, IGNORE: tl
         gradient = tl.exp(x - lse) - tl.where(start + cols == target, 1.0, 0.0)
         gradient = tl.where(valid, gradient, 0.0)
         tl.store(row_ptr + start + cols, gradient.to(logits_ptr.dtype.element_ty), mask=start + cols < V)
+        if HAS_COPY:
+            copy = (gradient * copy_scale).to(copy_ptr.dtype.element_ty)
+            tl.store(copy_ptr + row * V + start + cols, copy, mask=start + cols < V)
 
 
-def cross_entropy_(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
+def cross_entropy_(
+    logits_CV: Tensor, target_C: Tensor, ignore_index: int, copy_CV: Tensor | None = None, copy_scale: float = 1.0
+) -> Tensor:
     """Losses of the tokens (C,) fp32; the logits are replaced by d(sum of losses) / d logits.
 
     Ignored targets have loss and gradient 0. A target out of range is the caller's to refuse.
+
+    Args:
+        copy_CV: takes the gradient times `copy_scale` too, in its own dtype.
     """
     check_contiguous(logits_CV, target_C)
     n_tokens, vocabulary = logits_CV.shape
     loss_C = torch.empty(n_tokens, dtype=torch.float32, device=logits_CV.device)
     _cross_entropy[(n_tokens,)](
-        logits_CV, target_C, loss_C, V=vocabulary, IGNORE=ignore_index, BLOCK=BLOCK, num_warps=WARPS
-    )
+        logits_CV, target_C, loss_C, copy_CV, copy_scale, V=vocabulary, IGNORE=ignore_index,
+        HAS_COPY=copy_CV is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return loss_C

@@ -20,6 +20,7 @@ BLOCK = 64
 WARPS = 4
 STAGES = 2
 LOG2_E = 1 / math.log(2)
+MIN_COLS = 16  # of a tensor core's product; narrower heads are padded with zeros
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def window_attention(
     _window_forward[(triton.cdiv(seq_len, BLOCK), batch * n_heads)](
         qkv_NC, sink_H, o_BTHd, lse_BHT, seq_len, head_dim**-0.5 * LOG2_E, LOG2_E,
         W=window, HAS_SINK=sink_H is not None, N_Q=n_heads, N_KV=n_kv_heads, HD=head_dim,
-        COLS=next_power_of_2(head_dim), BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
+        COLS=max(MIN_COLS, next_power_of_2(head_dim)), BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return o_BTHd, lse_BHT
 
@@ -190,7 +191,7 @@ def window_attention_backward(
     blocks, scale = triton.cdiv(seq_len, BLOCK), head_dim**-0.5
     dqkv_NC, delta_BHT = torch.empty_like(qkv_NC), torch.empty_like(lse_BHT)
     dsink_BHG = torch.empty(batch, n_heads, blocks, dtype=torch.float32, device=qkv_NC.device)
-    cols = next_power_of_2(head_dim)
+    cols = max(MIN_COLS, next_power_of_2(head_dim))
     sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, "HD": head_dim, "COLS": cols, "BLOCK": BLOCK}
     launch = {"num_warps": WARPS, "num_stages": STAGES}
     _window_backward_q[(blocks, batch * n_heads)](

@@ -1,0 +1,252 @@
+"""The ranks of a job: who this process is among those that torchrun started, and what they do together.
+
+Outside torchrun there is one rank, and everything here is a plain local operation. All decisions of the loop are made
+from numbers that every rank has alike; only the first rank writes and speaks.
+
+Shapes: A micro-batches of a step, a of them on this rank (A / ranks), F figures of a micro-batch.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.training.liveness import Liveness
+from shared_data.console import complain, mute
+from shared_data.errors import UserError
+
+# A rank that is alive may be behind for long (it compiles, or its disk is slow), and NCCL counts from when an operation
+# is queued, which may be steps before it can start: the operations' own time-out only ends a deadlock.
+OPERATION_TIMEOUT = timedelta(minutes=30)
+WAIT_PIECE = timedelta(seconds=20)
+
+
+class MainRankFailed(Exception):
+    """What the first rank did for all failed; it has said why."""
+
+
+@dataclass
+class Ranks:
+    """This process among the ranks of its job."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    store: "distributed.Store | None" = None
+    """Where the ranks leave words for each other; None: this process is alone."""
+    liveness: Liveness | None = None
+    _calls: int = field(default=0, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank: its GPU where there is one."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def from_main(self, work: Callable[[], Any], share: bool = True) -> Any:
+        """Have the first rank do something while the others wait, however long it takes.
+
+        Args:
+            work: called on the first rank only.
+            share: whether all ranks get its result, which JSON must be able to hold; otherwise the others get None.
+
+        Raises:
+            MainRankFailed: on the other ranks, where `work` raised on the first.
+        """
+        if self.store is None:
+            return work()
+        self._calls += 1
+        key = f"main/{self._calls}"
+        if not self.is_main:
+            return self._wait_for_main(key)
+        try:
+            result = work()
+        except BaseException:
+            self.store.set(key, json.dumps({"failed": True}))
+            raise
+        self.store.set(key, json.dumps({"result": result if share else None}))
+        return result
+
+    def _wait_for_main(self, key: str) -> Any:
+        assert self.store is not None
+        while True:
+            try:
+                self.store.wait([key], WAIT_PIECE)
+                break
+            except distributed.DistNetworkError:
+                raise
+            except distributed.DistStoreError:
+                continue  # `liveness` ends this process when the first rank is gone
+        answer = json.loads(self.store.get(key))
+        if "failed" in answer:
+            raise MainRankFailed
+        return answer["result"]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            distributed.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The largest values over the ranks, in place."""
+        if self.size > 1:
+            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
+        return tensor
+
+    def by_micro_batch(self, figures_aF: Tensor) -> Tensor:
+        """All micro-batches' figures in the order of the stream, (A, F), the same bits on every rank.
+
+        Args:
+            figures_aF: those of this rank's micro-batches; its j-th one is the step's (j * ranks + rank)-th.
+        """
+        if self.size == 1:
+            return figures_aF
+        figures_AF = figures_aF.new_zeros(figures_aF.shape[0] * self.size, figures_aF.shape[1])
+        figures_AF[self.rank :: self.size] = figures_aF
+        return self.sum(figures_AF)  # each place is zero on all ranks but one
+
+    def fail(self, reason: str) -> None:
+        """This rank ends because of an error of its own: the others, which cannot go on without it, end too."""
+        if self.liveness is None:
+            return
+        if not self.is_main:
+            complain(f"error: {reason}")
+        self.liveness.leave(failed=reason)
+
+    def find_the_missing(self, error: Exception) -> None:
+        """Where an operation broke because another rank is gone: wait until that rank is named, which ends this
+        process. Signals must still be handled then: the launcher sends SIGTERM at once."""
+        if self.liveness is not None and is_lost_connection(error):
+            self.liveness.wait_for_verdict()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, in their order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may lie in shards, one on each rank, which all call this; any other is itself."""
+    # By its method: importing DTensor takes a second that a process alone need not spend.
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def launched_together() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def rank_from_environment() -> int:
+    """The rank that a launcher gave this process; 0 without one."""
+    return int(os.environ["RANK"]) if launched_together() else 0
+
+
+@contextmanager
+def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
+    """The ranks of this job, until the block ends.
+
+    Args:
+        settings: reads the recipe's training block, for the time-out; not called in a process that is alone.
+
+    Raises:
+        UserError: there are more ranks than GPUs on this host; or what `settings` raises.
+        MainRankFailed: on another rank of the first one's host, where `settings` raised there too.
+    """
+    if not launched_together():
+        yield Ranks()
+        return
+    try:
+        timeout_s = settings().distributed_timeout_s
+    except (UserError, OSError):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise MainRankFailed from None  # one line a host is enough
+        raise
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_cuda = torch.cuda.is_available()
+    if on_cuda and local_rank >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        raise UserError(f"--nproc-per-node: rank {rank} is process {local_rank + 1} of its host, which has {gpus} GPUs")
+    device = torch.device("cuda", local_rank) if on_cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device)
+    store = _fresh_store(device)
+    liveness = Liveness(store.clone(), rank, size, timeout_s)
+    liveness.start()
+    try:
+        yield Ranks(rank, size, local_rank, store, liveness)
+    except MainRankFailed:
+        liveness.leave()
+        raise
+    except Exception as error:
+        liveness.leave(failed=str(error))
+        raise
+    liveness.leave()
+    distributed.destroy_process_group()
+
+
+def _fresh_store(device: torch.device | None) -> Any:
+    """A store without keys: the launcher's outlives a restart, so ours begin with a number drawn anew."""
+    nonce = torch.randint(2**62, (1,), generator=_entropy()).to(device or "cpu")
+    distributed.broadcast(nonce, src=0)
+    store = distributed.distributed_c10d._get_default_store()
+    return distributed.PrefixStore(f"gpt_oss_lite/{int(nonce)}", store)
+
+
+def _entropy() -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error is what an operation between ranks raises when one of them is gone."""
+    text = str(error)
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in text.lower())
+
+
+def mute_all_but_the_first() -> None:
+    """Let one rank speak for all; what fails on another one alone is still said, with its rank."""
+    rank = rank_from_environment()
+    if rank:
+        mute(f"rank {rank} ({socket.gethostname()})")
+
+
+def check_split(training: TrainingConfig, n_ranks: int) -> None:
+    """See that a step's micro-batches can be dealt out evenly.
+
+    Raises:
+        UserError: they cannot; names the numbers of ranks and the micro-batches that go.
+    """
+    micro_batch, micro_batches = training.micro_batch_size, training.gradient_accumulation_steps
+    if micro_batches % n_ranks == 0:
+        return
+    windows = micro_batch * micro_batches
+    numbers = [str(count) for count in range(1, micro_batches + 1) if micro_batches % count == 0]
+    message = (
+        f"training.micro_batch_size {micro_batch} x training.gradient_accumulation_steps {micro_batches}: "
+        f"{n_ranks} ranks cannot share a step's micro-batches evenly; ranks that can: {', '.join(numbers)}"
+    )
+    sizes = [size for size in range(1, windows // n_ranks + 1) if windows % (size * n_ranks) == 0]
+    if sizes:
+        pairs = ", ".join(f"{size} x {windows // size}" for size in reversed(sizes))
+        message += (
+            f"; the same tokens a step on {n_ranks} ranks: micro_batch_size x gradient_accumulation_steps {pairs}"
+        )
+    raise UserError(message)

@@ -1,0 +1,160 @@
+"""Who is still there: each rank leaves a sign of life every second, and watches the next rank's.
+
+An operation between ranks waits for all of them; when one was killed or stands still, the others would wait for as long
+as its time-out says, and then not know for whom. Here the rank before the missing one notices it, names it and ends the
+job. The watching goes round in a ring: a sign and a look for each rank and second, however many there are.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from shared_data.console import EXIT_FAILED, complain
+
+LONGEST_TICK_S = 1.0
+# Of the time-out: what is left is for the launcher to notice, and for what the system delays.
+SILENCE_SHARE = 0.6
+# A rank that fails says why and leaves first, so that the launcher takes it for the cause.
+PAUSE_FOR_THE_FAILED_S = 5.0
+# What a first rank that failed gives the others to read so.
+LAST_WAIT_S = 3.0
+
+
+class Liveness:
+    """The signs of life of this rank, and its look at the next one's, in a thread of their own.
+
+    A rank that is found missing is named on standard error, killed where it lies stopped on this host, and this process
+    ends at once with exit code 1, as every other rank's does; the launcher starts them again or ends the job.
+
+    Args:
+        store: the ranks' store, for this thread alone.
+        rank: of this process.
+        size: number of ranks.
+        timeout_s: a missing rank ends the job within so many seconds.
+    """
+
+    def __init__(self, store: "distributed.Store", rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._size, self._watched = store, rank, size, (rank + 1) % size
+        self._tick_s = min(LONGEST_TICK_S, timeout_s / 20)
+        self._silence_s = SILENCE_SHARE * timeout_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+
+    def start(self) -> None:
+        """Give the first sign of life, and begin to watch."""
+        self._store.set(f"who/{self._rank}", json.dumps({"pid": os.getpid(), **_where()}))
+        self._thread.start()
+
+    def leave(self, failed: str | None = None) -> None:
+        """This rank is done: its silence means nothing from now on. The first rank, which may host the store, leaves
+        last.
+
+        Args:
+            failed: why, where it leaves because of an error of its own, which the other ranks cannot go on after.
+        """
+        self._over.set()
+        self._thread.join()
+        # A store that has gone with its launcher has no reader left, and ranks that do not leave are ended by others.
+        with contextlib.suppress(RuntimeError):
+            if failed is None:
+                self._store.set(f"left/{self._rank}", "1")
+            else:
+                self._accuse(self._rank, "failed: " + " ".join(failed.split()))
+            if self._rank == 0:
+                others = [f"left/{rank}" for rank in range(1, self._size)]
+                self._store.wait(others, timedelta(seconds=LAST_WAIT_S if failed else self._silence_s))
+
+    def wait_for_verdict(self) -> None:
+        """An operation broke, so some rank is missing: give the watchers the time to name it, which ends this
+        process."""
+        time.sleep(self._silence_s + 5 * self._tick_s)
+
+    def _run(self) -> None:
+        beat, seen, seen_at, last_tick = 0, b"", time.monotonic(), time.monotonic()
+        who: dict[str, Any] | None = None
+        while not self._over.wait(self._tick_s):
+            try:
+                beat += 1
+                self._store.set(f"beat/{self._rank}", str(beat))
+                self._end_if_accused()
+                if self._store.check([f"left/{self._watched}"]):
+                    continue
+                if who is None and self._store.check([f"who/{self._watched}", f"beat/{self._watched}"]):
+                    who = json.loads(self._store.get(f"who/{self._watched}"))
+                now = time.monotonic()
+                sign = b"" if who is None else self._store.get(f"beat/{self._watched}")
+                if sign != seen or now - last_tick > self._silence_s / 2:  # after a pause of our own, look again
+                    seen, seen_at = sign, now
+                last_tick = now
+                if who is not None and _is_gone(who):
+                    if not self._store.check([f"left/{self._watched}"]):
+                        self._end_the_job(who, "was killed or died")
+                elif now - seen_at > self._silence_s:
+                    self._end_the_job(who or {}, f"gave no sign of life for {now - seen_at:.0f} s: stopped or hung")
+            except RuntimeError as error:  # of the store: its host, the launcher or the first rank, is gone
+                if self._over.is_set():
+                    return
+                reason = str(error).splitlines()[0][:200]
+                complain(f"error: the launcher or rank 0, which hosts the ranks' store, is gone ({reason})")
+                os._exit(EXIT_FAILED)
+
+    def _end_if_accused(self) -> None:
+        """End this process when another rank has been found missing; kill that one if it lies stopped on this host."""
+        if not self._store.check(["missing"]):
+            return
+        missing = json.loads(self._store.get("missing"))
+        if not missing["who"]:
+            time.sleep(PAUSE_FOR_THE_FAILED_S)
+        _kill(missing["who"])
+        os._exit(EXIT_FAILED)
+
+    def _end_the_job(self, who: dict[str, Any], what: str) -> None:
+        place = f" (pid {who['pid']} on {who['host']})" if who else ""
+        complain(
+            f"error: rank {self._watched}{place} {what}; the job ends. Its newest checkpoint is whole: go on with "
+            "--auto-resume, which torchrun --max-restarts does by itself"
+        )
+        self._accuse(self._watched, what, who)
+        _kill(who)
+        time.sleep(2 * self._tick_s)  # for the others to read it
+        os._exit(EXIT_FAILED)
+
+    def _accuse(self, rank: int, what: str, who: dict[str, Any] | None = None) -> None:
+        self._store.set("missing", json.dumps({"rank": rank, "what": what, "who": who or {}}))
+
+
+def _where() -> dict[str, str]:
+    """What tells this host's processes from another's; a container has numbers of its own for them."""
+    numbering = Path("/proc/self/ns/pid")
+    return {"host": socket.gethostname(), "numbering": os.readlink(numbering) if numbering.exists() else ""}
+
+
+def _is_on_this_host(who: dict[str, Any]) -> bool:
+    return bool(who) and all(who[key] == value for key, value in _where().items())
+
+
+def _is_gone(who: dict[str, Any]) -> bool:
+    """Whether a process of this host has ended; False for one elsewhere."""
+    if not _is_on_this_host(who) or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        stat = Path(f"/proc/{who['pid']}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rsplit(")", 1)[1].split()[0] in ("Z", "X")
+
+
+def _kill(who: dict[str, Any]) -> None:
+    """Kill a process of this host, which may be stopped and so not hear the launcher."""
+    if _is_on_this_host(who) and who["pid"] != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(who["pid"], signal.SIGKILL)

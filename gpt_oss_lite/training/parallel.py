@@ -1,0 +1,95 @@
+"""One model on many ranks: PyTorch's DistributedDataParallel (Li et al., 2020) and fully_shard (FSDP2; Zhao et al.,
+2023).
+
+`Parallel` is all that the loop sees of it: a forward pass to call, whether the gradients of a micro-batch stay apart
+for a while, and by what a loss is multiplied so that what the engine makes of them is their sum.
+
+A sharded model keeps fp32 shards, gathers them in fp32 and adds gradients up in fp32: router, sinks and norms see the
+numbers that one process sees, and the matrices are rounded to the compute dtype only where they are used.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.compiling import Forward
+from gpt_oss_lite.training.distributed import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks share a model."""
+
+    forward: Forward
+    """Like GPTOSS.hidden_states; the gradients that follow are averaged over the ranks, unless `apart`."""
+    apart: Callable[[], AbstractContextManager[Any]]
+    """A context for a micro-batch whose gradients stay this rank's own until a later one's are averaged."""
+    loss_factor: int
+    """Where an engine averages gradients over the ranks, and the step's gradient is their sum: the ranks; else 1."""
+    sharded: bool = False
+    """Whether a rank holds only a part of each parameter, of its gradient and its moments."""
+    after_evaluation: Callable[[], None] = lambda: None
+    """To be called after a forward pass that no backward pass follows."""
+
+
+class _HiddenStates(nn.Module):
+    """The model as a module whose forward pass is GPTOSS.hidden_states, which engines call by the module alone."""
+
+    def __init__(self, model: GPTOSS, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = forward
+
+    def forward(self, *words: Any, **names: Any) -> Any:
+        return self._forward(*words, **names)
+
+
+def share_model(
+    model: GPTOSS, training: TrainingConfig, ranks: Ranks, compiled: Callable[[Forward], Forward]
+) -> Parallel:
+    """Let the ranks train one model together.
+
+    Args:
+        model: alike on every rank, on this rank's device; with `fsdp`, this rank keeps its shards of it.
+        compiled: gives the form of `hidden_states` to call.
+    """
+    if training.aux_loss_scope == "ranks" and ranks.size > 1:
+        model.average_expert_load_by(lambda load_E: ranks.sum(load_E.clone()) / ranks.size)
+    if ranks.size > 1 and training.parallelism == "fsdp":
+        _shard(model, ranks)
+        forward = compiled(model.hidden_states)
+        # The head's weight stays gathered until a backward pass, or until it is put back.
+        return Parallel(forward, nullcontext, 1, sharded=True, after_evaluation=cast("FSDPModule", model).reshard)
+    forward = compiled(model.hidden_states)
+    if ranks.size == 1:
+        return Parallel(forward, nullcontext, 1)
+    # Gradients that are views of the buckets need no second copy of them.
+    replica = DistributedDataParallel(_HiddenStates(model, forward), gradient_as_bucket_view=True)
+    return Parallel(replica, replica.no_sync, ranks.size)
+
+
+def _shard(model: GPTOSS, ranks: Ranks) -> None:
+    """Leave this rank its shards of the parameters. A block is gathered when it runs, forward and backward; embedding,
+    final norm and head for the whole of a micro-batch. Each micro-batch's gradients are added to the shards' at once:
+    kept apart they would be as large as a replica's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "hidden_states")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

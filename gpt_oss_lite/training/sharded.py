@@ -1,0 +1,187 @@
+"""Checkpoints of a sharded model: each rank writes what it holds, and any number of ranks reads it.
+
+    shards_step_N/shard-RRRRR-model-00001-of-00001.safetensors   weights and both moments, as rank R - 1 holds them
+    counts_step_N.pt                                             AdamW's step counts by parameter name
+    sched_step_N.pt  rng_step_N.pt  meta_step_N.json             as in the single-file form
+
+Tensors go through PyTorch's distributed checkpoint and its safetensors storage; its default storage would unpickle what
+it reads. Completeness and hashes follow the rules of `checkpoint`: meta comes last, and names every file.
+"""
+
+import errno
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.checkpoint import CheckpointManager, Writer
+from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write
+from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.seeding import capture_rng
+from gpt_oss_lite.training.snapshot import applying, read_tensors, take_snapshot
+from shared_data.errors import UserError
+from shared_data.files import fsync_folder, sha256_file
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def named_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """Weights and, where there are any yet, moments: the live tensors, each tied one once."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for key in MOMENTS:
+                if parameter in optimizer.state:
+                    tensors[f"{key}.{name}"] = optimizer.state[parameter][key]
+    return tensors
+
+
+def step_counts(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """AdamW's step count of each parameter that has one, by name."""
+    return {
+        name: optimizer.state[parameter]["step"].detach().cpu().clone()
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Write each rank's part of some tensors into a folder, emptied first, and make it durable. All ranks call it.
+
+    Returns:
+        Size and SHA-256 of every rank's file, by name.
+
+    Raises:
+        OSError: this rank's part could not be written.
+    """
+    ranks.from_main(lambda: _empty(folder), share=False)
+    try:
+        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as failure:  # on every rank, when one of them failed
+        reasons = {f"rank {rank}: {error[0]}" for rank, error in failure.failures.items()}
+        raise OSError(errno.EIO, f"could not be written ({'; '.join(sorted(reasons))})", str(folder)) from None
+    mine = {}
+    for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        mine[path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    files = {name: about for part in ranks.gather(mine) for name, about in part.items()}
+    ranks.from_main(lambda: fsync_folder(folder), share=False)
+    return files
+
+
+def _empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors, whole ones or a rank's shards of them, in place from what any number of ranks wrote."""
+    # Without a process group each process plans and reads for itself: only its own part of each tensor.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says just that
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def save_shards(
+    manager: CheckpointManager,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    scheduler: LambdaLR,
+    extra_meta: Mapping[str, Any],
+    ranks: Ranks,
+) -> None:
+    """Write the checkpoint of `step` of a sharded model, while it stands still. All ranks call it.
+
+    Raises:
+        OSError: it could not be written; there is no meta of this step then.
+    """
+    tensors, folder = named_tensors(model, optimizer), manager.shards(step)
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    ranks.from_main(lambda: manager.begin(step, n_bytes), share=False)
+    files = write_shards(folder, tensors, ranks)
+    counts, rng = step_counts(model, optimizer), capture_rng()
+    writers: dict[str, Writer] = {
+        "counts": lambda path: torch.save({"step": counts}, path),
+        "sched": lambda path: torch.save(scheduler.state_dict(), path),
+        "rng": lambda path: torch.save(rng, path),
+    }
+    written = {f"{folder.name}/{name}": about for name, about in files.items()}
+    ranks.from_main(lambda: manager.commit(step, extra_meta, writers, written), share=False)
+    ranks.from_main(lambda: manager.prune(newest=step), share=False)
+
+
+def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, counts_path: Path) -> None:
+    """Load weights, and moments and step counts where an optimizer is given, as the model lies: whole or in shards."""
+    counts = read_tensors(counts_path)["step"]
+    if optimizer is not None:
+        with applying(counts_path):
+            _make_room(model, optimizer, counts)
+    with applying(folder):
+        tensors = named_tensors(model, optimizer)
+        _check_shapes(folder, tensors)
+        read_shards(folder, tensors)
+
+
+def _check_shapes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Hold what shards make up together against what is to be read.
+
+    Raises:
+        UserError: names the first tensor that differs.
+    """
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    there = {name: tuple(about.size) for name, about in metadata.items()}  # type: ignore[union-attr]
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    weights = {name for name in there if name.startswith("model.")}
+    for name in sorted(wanted.keys() | weights):
+        found, here = there.get(name, "missing"), wanted.get(name, "missing")
+        if found != here:
+            raise UserError(f"{folder} is of another model: {name} is {found} in the shards and {here} in the model")
+
+
+def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, Tensor]) -> None:
+    """Give the optimizer moments of zeros for exactly the parameters that have a count, and their counts."""
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    unknown = counts.keys() - parameters.keys()
+    if unknown:
+        raise ValueError(f"no parameter is called {min(unknown)}")
+    state = {
+        index: {"step": counts[name], **{key: torch.zeros_like(parameters[name]) for key in MOMENTS}}
+        for index, name in enumerate(ordered)
+        if name in counts
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def consolidate(manager: CheckpointManager, step: int) -> None:
+    """Turn a step in shards into the single-file form, which replaces it when it is whole on the disk.
+
+    Raises:
+        DamagedCheckpoint: the shards do not match their hashes, or are not a whole model.
+    """
+    meta = manager.verify(step)
+    model = GPTOSS(ModelConfig(**meta["model"]))
+    optimizer = AdamW(model.parameters())  # for its state alone
+    manager.load(model, step, optimizer, check_hashes=False)
+    snapshot = take_snapshot(model, optimizer, step)
+    sched, rng = (read_tensors(manager.folder / f"{kind}_step_{step}.pt") for kind in ("sched", "rng"))
+    others = {key: value for key, value in meta.items() if key not in ("format", "step", "files")}
+    snapshot = replace(snapshot, scheduler=sched, rng=rng, meta=others)
+    assert_room_to_write(manager.folder, snapshot.n_bytes + OVERHEAD_BYTES)
+    manager.commit(step, snapshot.meta, manager.writers_of(snapshot))
+    manager.remove_shards(step)

@@ -1,0 +1,219 @@
+"""The commands of README.md and docs/: found, made small where they are long, and run for real.
+
+A fenced block has one of five languages. `bash`: each line is a command. `console`: lines that begin with `$ ` are.
+`python` and `yaml` run and load. `text` is what something prints or looks like, and holds no command. A command that
+cannot run here stands in NOT_RUN word by word, with the reason; its options are looked up all the same.
+"""
+
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import command_line
+import typer
+from warm_commands import WarmCommands
+
+from gpt_oss_lite.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"bash", "console", "python", "yaml", "text"}
+COMMAND_WORDS = r"(?:\$ )?(?:gpt-oss-lite|python3?|pip|make|torchrun|lm_eval|sbatch|docker|podman|tensorboard|git) "
+
+CORPUS = "data/quickstart/pretrain_chinchilla"
+OTHER_SIZES = command_line.settings(train_data_path=CORPUS, data_mix="null")
+
+# What a long command is shortened by: the structure of its recipe stays, its sizes do not. The longest start counts.
+SMALLER: dict[str, list[str]] = {
+    "gpt-oss-lite pretrain": command_line.settings(),
+    "gpt-oss-lite pretrain --config configs/pretrain_": OTHER_SIZES,
+    "gpt-oss-lite doctor": OTHER_SIZES,
+    "python training/pretrain.py": OTHER_SIZES,
+    "python data/prepare_data.py": ["--dry-run"],  # the whole mixture is 8 B tokens of the hub's
+    "python scripts/kv_cache_benchmark.py": [
+        "--context",
+        "64",
+        "--decode-context",
+        "8",
+        "--decode-tokens",
+        "2",
+        "--batch-size",
+        "1",
+    ],
+}  # fmt: skip
+
+# What a page says of the demo's run of 240 steps, for the 4 steps that it has here.
+STEPS = {"210": "2", "240": "4"}
+
+# Commands whose answer is an exit code: 1 where two checkpoints differ.
+EXIT_CODES = {"gpt-oss-lite checkpoints diff": 1}
+
+# What cannot run here, word by word, and why.
+_INSTALLS = "installs from the network; its extras are looked up"
+NOT_RUN: dict[str, str] = {
+    "pip install 'gpt-oss-lite[track]'": _INSTALLS,
+    "lm_eval --model hf --model_args pretrained=hf-demo,trust_remote_code=True --tasks hellaswag,arc_easy "
+    "--batch_size 8": "downloads its tasks; test_lm_eval.py runs the harness on local ones",
+    "python scripts/bench_pipeline.py --make-corpus bench": "downloads packages of 180 MB",
+    "python scripts/bench_pipeline.py --corpus bench/web.jsonl --datatrove dt/bin/python": "wants the corpus of the "
+    "line above and an environment with datatrove",
+    """for round in 1 2 3 4 5 6 7; do
+  previous=$(sbatch --parsable ${previous:+--dependency=afterok:$previous} --array=0-63 --wrap \\
+    'gpt-oss-lite prepare --workers 8 --task-index $SLURM_ARRAY_TASK_ID --task-count 64')
+done""": "wants Slurm; tests/shared_data/test_scale.py runs the tasks of such an array",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Its commands, each on one line; a shell loop is one command."""
+        if self.language == "console":
+            return [line.removeprefix("$ ") for line in self.text.splitlines() if line.startswith("$ ")]
+        if self.language != "bash":
+            return []
+        if self.text.startswith("for "):
+            return [self.text.rstrip()]
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(page.name, language, text) for language, text in found]
+
+
+def in_words(command: str) -> list[str]:
+    """A command's words, without its comment."""
+    return shlex.split(command, comments=True)
+
+
+def bare(command: str) -> str:
+    """A command without its comment, as NOT_RUN and SMALLER name it."""
+    return re.sub(r"\s+# .*", "", command)
+
+
+def all_commands() -> list[str]:
+    """Every command of every page, without comments."""
+    return [bare(command) for page in PAGES for block in blocks(page) for command in block.commands()]
+
+
+def inline_commands(page: Path) -> list[str]:
+    """Commands inside a sentence: they are not run, but their names and options are looked up."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    return [span for span in spans if re.match(r"(?:gpt-oss-lite|python scripts/\S+|make) ", span)]
+
+
+def unknown_parts(command: str) -> Iterator[str]:
+    """What a command names that is not there: a subcommand, an option, a script, a target, an extra."""
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    for target in re.findall(r"\bmake ([a-z]+)\b", command):
+        if not re.search(rf"^{target}:", makefile, re.MULTILINE):
+            yield f"make {target}"
+    for extras in re.findall(r"gpt-oss-lite\[([\w,-]+)\]", command):
+        yield from (f"extra {name}" for name in extras.split(",") if not re.search(rf"^{name} = \[", project, re.M))
+    for script in re.findall(r"\bpython (\S+\.py)", command):
+        if not (ROOT / script).exists():
+            yield script
+    for words in re.findall(r"\bgpt-oss-lite ((?!\[)[^|;&'\n]+)", command):
+        yield from _unknown_words(words.split())
+
+
+def _unknown_words(words: list[str]) -> Iterator[str]:
+    command = typer.main.get_command(app)
+    while words and getattr(command, "commands", None) and not words[0].startswith("-"):
+        word = words.pop(0)
+        if word == "COMMAND":
+            return
+        if word not in command.commands:
+            yield f"gpt-oss-lite ... {word}"
+            return
+        command = command.commands[word]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help", "--debug"}
+    yield from (word for word in words if word.startswith("--") and word.split("=")[0] not in known)
+
+
+class Scene:
+    """A folder as after `make demo`, small: the repository's commands, a corpus, runs, and what the pages take for
+    granted besides."""
+
+    def __init__(self, folder: Path, commands: WarmCommands) -> None:
+        self.folder, self._commands = folder, commands
+        for name in ("configs", "training", "scripts", "shared_data", "gpt_oss_lite"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "data").mkdir()
+        (folder / "data/prepare_data.py").symlink_to(ROOT / "data/prepare_data.py")
+        command_line.write_text_corpus(folder / CORPUS, mixture="quickstart")
+        self.run("gpt-oss-lite pretrain --config configs/quickstart.yaml --out runs/demo --seed 0")
+
+    def add_own_text(self) -> None:
+        """The folder texts/ and the mixture file of the README."""
+        (mixture,) = [block.text for block in blocks(ROOT / "README.md") if block.language == "yaml"]
+        (self.folder / "mine.yaml").write_text(mixture)
+        (self.folder / "texts").mkdir()
+        for number, page in enumerate(PAGES):
+            for part, text in enumerate(re.split(r"\n(?=## )", page.read_text())):
+                (self.folder / f"texts/{number}-{part}.txt").write_text(text)
+
+    def add_other_runs(self) -> None:
+        """More runs beside runs/demo."""
+        shutil.copytree(self.folder / "runs/demo", self.folder / "runs/other")
+
+    def add_stock_model(self) -> None:
+        """A stock gpt_oss folder, as another program would have left it."""
+        stock = "--set model.n_shared_experts=0 --set model.expert_activation=clamped_swiglu"
+        self.run(f"gpt-oss-lite pretrain --config configs/quickstart.yaml --out runs/stock --seed 0 {stock}")
+        self.run("gpt-oss-lite export --checkpoint runs/stock --out stock-gpt-oss")
+
+    def run(self, command: str) -> str:
+        """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""
+        words = [STEPS.get(word, word) for word in in_words(command)]
+        file = words[-1] if words[-2:-1] == [">"] else None
+        words = words[:-2] if file else words
+        starts = [start for start in SMALLER if bare(command).startswith(start)]
+        words += SMALLER[max(starts, key=len)] if starts else []
+        output = self._succeed(words, command)
+        if file:
+            (self.folder / file).write_text(output)
+        return output
+
+    def run_python(self, code: str) -> str:
+        """Run a block of Python."""
+        return self._succeed(["python", "-c", code], code)
+
+    def _succeed(self, words: list[str], shown: str) -> str:
+        result = self._commands.run(words, self.folder)
+        expected = [code for start, code in EXIT_CODES.items() if shown.startswith(start)] or [0]
+        assert [result.returncode] == expected, f"{shown}\n{result.stderr[-3000:]}"
+        assert "Traceback" not in result.stderr, f"{shown}\n{result.stderr[-3000:]}"
+        return result.stdout
+
+    def run_page(self, page: Path) -> dict[str, str]:
+        """Run every block of a page in order, and say how long each took; command -> standard output."""
+        outputs = {}
+        for block in blocks(page):
+            if block.language == "python" and ">>>" not in block.text:
+                outputs[block.text] = self._timed(self.run_python, block.text)
+            for command in block.commands():
+                if block.language == "bash" and bare(command) not in NOT_RUN:
+                    outputs[command] = self._timed(self.run, command)
+        return outputs
+
+    @staticmethod
+    def _timed(run: Callable[[str], str], text: str) -> str:
+        started = time.perf_counter()
+        output = run(text)
+        print(f"{time.perf_counter() - started:6.2f} s  {text.splitlines()[0]}")
+        return output

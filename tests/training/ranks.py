@@ -1,0 +1,136 @@
+"""Runs on several ranks for tests, over gloo on 127.0.0.1.
+
+This file as a program imports everything once, and forks the ranks of one job after another, which saves most of the
+time that starting them would take.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Job:
+    """One `pretrain` on some ranks."""
+
+    n_ranks: int
+    config: str
+    out: str
+    overrides: list[str] = field(default_factory=list)
+    max_steps: int | None = None
+    resume_latest: bool = False
+    seed: int | None = None
+    float64: bool = False
+    poison: dict[int, list[int]] = field(default_factory=dict)
+    """Forward passes, counted from 0, whose output is NaN, by rank."""
+    signal_after: dict[int, int] = field(default_factory=dict)
+    """Forward passes after which a rank sends itself SIGTERM."""
+    dump: str | None = None
+    """Where the first rank writes whole weights and moments as they are before the first step."""
+
+
+def run(*jobs: Job) -> list[list[int]]:
+    """Run jobs one after another; each one's exit codes by rank."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    words = json.dumps([asdict(job) for job in jobs])
+    done = subprocess.run(
+        [sys.executable, __file__, words], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    sys.stderr.write(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+def _fork_ranks(job: Job) -> list[int]:
+    port, children = _free_port(), []
+    for rank in range(job.n_ranks):
+        child = os.fork()
+        if child == 0:
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.n_ranks, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+            code = 99
+            try:
+                code = _pretrain(job, rank)
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _pretrain(job: Job, rank: int) -> int:
+    import signal
+
+    import torch
+    import typer
+
+    from gpt_oss_lite.training import pretrain as loop
+    from shared_data.console import run_app
+
+    if job.float64:
+        torch.set_default_dtype(torch.float64)
+    real = loop.open_run
+    poisoned, last = set(job.poison.get(str(rank), [])), job.signal_after.get(str(rank))  # JSON's keys are strings
+
+    def open_run(plan: Any) -> Any:
+        opened = real(plan)
+        if job.dump is not None:
+            dump_state(opened, job.dump)
+        forward, count = opened.forward, 0
+
+        def watched(*words: Any, **names: Any) -> Any:
+            nonlocal count
+            h, stats = forward(*words, **names)
+            count += 1
+            if count == last:
+                signal.raise_signal(signal.SIGTERM)
+            return (h * torch.nan if count - 1 in poisoned else h), stats
+
+        opened.forward = watched
+        return opened
+
+    loop.open_run = open_run
+    app = typer.Typer()
+
+    @app.command()
+    def go() -> None:
+        options = loop.PretrainOptions(
+            config=Path(job.config), out=Path(job.out), overrides=job.overrides, max_steps=job.max_steps,
+            resume_latest=job.resume_latest, seed=job.seed,
+        )  # fmt: skip
+        raise typer.Exit(loop.pretrain(options))
+
+    return run_app(app, [])
+
+
+def dump_state(run: Any, path: str) -> None:
+    """Write a run's weights and moments, gathered over the ranks."""
+    import torch
+
+    from gpt_oss_lite.training.distributed import whole
+
+    state = {}
+    for name, parameter in run.model.named_parameters():
+        moments = run.optimizer.state.get(parameter, {})
+        state[name] = [whole(tensor).clone() for tensor in (parameter.detach(), *moments.values())]
+    if run.ranks.is_main:
+        torch.save(state, path)
+
+
+if __name__ == "__main__":
+    import gpt_oss_lite.training.pretrain  # noqa: F401 (before the fork)
+
+    print(json.dumps([_fork_ranks(Job(**job)) for job in json.loads(sys.argv[1])]))

@@ -1,0 +1,88 @@
+"""The head in 8-bit floats: exact for what the rounded numbers are, near what the unrounded ones would give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_run import ROOT
+
+from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, check_fp8_head
+from gpt_oss_lite.training.loss import head_cross_entropy
+from gpt_oss_lite.training.memory import estimate_recipe
+from shared_data.errors import UserError
+
+pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def relative_error(ours, right):
+    return ((ours.double() - right.double()).norm() / right.double().norm()).item()
+
+
+def rounded(x):
+    """To E4M3, the largest magnitude becoming 448, and back, in float64."""
+    scale = x.abs().max() / 448
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    h = torch.randn(48, 32).to(DEVICE, dtype).requires_grad_()
+    weight = (torch.randn(160, 32) * 0.2).to(DEVICE).requires_grad_()
+    targets = torch.randint(0, 160, (48,), device=DEVICE)
+    targets[::7] = -100
+    return h, weight, targets
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="in fp32, which the GPU's 8-bit products do not give out")
+def test_loss_and_gradients_are_those_of_the_rounded_numbers(inputs):
+    h, weight, targets = inputs
+    head_cross_entropy(h, weight, targets, chunk_size=48, fp8=True).backward()
+
+    h8, w8 = rounded(h.detach()).requires_grad_(), rounded(weight.detach())
+    logits = (h8 @ w8.t()).detach().requires_grad_()
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    with torch.no_grad():
+        assert relative_error(head_cross_entropy(h, weight, targets, chunk_size=48), loss) < 0.05  # not in 8 bits
+    ours = head_cross_entropy(h, weight, targets, chunk_size=48, fp8=True)
+    assert relative_error(ours, loss) < 1e-5
+    gradient8 = (gradient.float() * GRADIENT_SCALE).to(torch.float8_e5m2).double() / GRADIENT_SCALE
+    assert relative_error(h.grad, gradient8 @ w8) < 1e-2  # a number on the edge may round either way
+    assert relative_error(weight.grad, gradient.t() @ h.detach().double()) < 1e-5
+
+
+def test_it_is_near_the_unrounded_computation_in_every_chunking(inputs):
+    h, weight, targets = inputs
+    exact_h, exact_w = h.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = F.cross_entropy(exact_h @ exact_w.t(), targets, reduction="sum", ignore_index=-100)
+    exact.backward()
+    for chunk_size in (48, 16, 20):
+        h.grad = weight.grad = None
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            loss = head_cross_entropy(h, weight, targets, chunk_size=chunk_size, fp8=True)
+        loss.backward()
+        assert relative_error(loss, exact) < 0.01
+        assert relative_error(h.grad, exact_h.grad) < 0.1
+        assert relative_error(weight.grad, exact_w.grad) < 0.05
+
+
+def test_it_is_refused_where_it_cannot_run():
+    with pytest.raises(UserError, match=r"training.fp8_head is true, and the device is cpu: it needs a GPU"):
+        check_fp8_head(torch.device("cpu"))
+    recipe = ROOT / "configs/pretrain_h200_502m.yaml"
+    with pytest.raises(UserError, match=r"training.fp8_head is true: model.d_model is 776.* multiple of 16"):
+        load_recipe(recipe, ["training.fp8_head=true", "model.d_model=776"])
+    with pytest.raises(UserError, match=r"training.fp8_head is true: it goes with model.dtype bf16, not fp32"):
+        load_recipe(recipe, ["training.fp8_head=true", "model.dtype=fp32"])
+
+
+def test_the_estimate_counts_the_eight_bit_copies():
+    plain, fp8 = (
+        estimate_recipe(load_recipe(ROOT / "configs/pretrain_h200_502m.yaml", [f"training.fp8_head={flag}"])).items
+        for flag in ("false", "true")
+    )
+    chunk = "head: chunk of 16,384 tokens"
+    assert fp8[chunk] - plain[chunk] == 16384 * 128256 + 2 * 128256 * 768
