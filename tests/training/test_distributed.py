@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
-from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
+from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
 from gpt_oss_lite.training.distributed import check_split, whole
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from shared_data.errors import UserError
@@ -197,8 +197,8 @@ def test_an_impossible_split_names_the_possible_ones(n_ranks, sizes, said):
     assert "training.micro_batch_size 8 x training.gradient_accumulation_steps 4" in str(refused.value)
 
 
-def test_the_ranks_windows_of_a_step_are_together_those_of_one_process():
-    order = DataOrder(n_windows=10, seed=42)
+@pytest.mark.parametrize("order", [DataOrder(10, 42), MixedOrder(13, 42, (10, 3), (7, 3))], ids=["one", "mixed"])
+def test_d25_the_ranks_windows_of_a_step_are_together_those_of_one_process(order):
     for n_ranks in (1, 2, 4):
         check_split(TrainingConfig(micro_batch_size=2, gradient_accumulation_steps=4), n_ranks)
         samplers = [iter(MicroBatchSampler(order, 5, 2, rank, n_ranks)) for rank in range(n_ranks)]
