@@ -138,16 +138,25 @@ def bench_rules(corpus: Path) -> dict[str, float]:
     }
 
 
+# A process begins with the peak memory of the one that started it: a small one stands in between.
+LAUNCHER = """
+import json, os, subprocess, sys, time
+started = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(json.dumps([time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024]))
+sys.exit(os.waitstatus_to_exitcode(status) != 0)
+"""
+
+
 def run_measured(command: list[str], environment: dict[str, str]) -> tuple[float, float, float]:
     """Wall-clock seconds, processor seconds and largest resident MB of a command and its children."""
-    started = time.perf_counter()
-    with open(os.devnull) as nothing, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=subprocess.DEVNULL, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            errors.seek(0)
-            raise SystemExit(errors.read().decode())
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    launcher = [sys.executable, "-S", "-c", LAUNCHER, *command]
+    ran = subprocess.run(launcher, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(ran.stderr)
+    wall, cpu, rss = json.loads(ran.stdout)
+    return wall, cpu, rss
 
 
 def bench_stages(corpus: Path, n_bytes: int, folder: Path, workers: int) -> dict[str, Any]:
