@@ -67,6 +67,7 @@ class FusedAttention(torch.autograd.Function):
             if clamped_H is not None:
                 add_sink_(o_BTHd, lse_BHT, clamped_H)
         ctx.geometry, ctx.parameters = geometry, (q_proj, kv_proj)
+        # Saved, not kept on ctx: what is saved is freed by the backward pass, even if someone still holds an output.
         ctx.save_for_backward(
             x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, w_qkv, w_out, *state
         )

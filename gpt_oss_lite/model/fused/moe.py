@@ -106,9 +106,10 @@ class FusedMoE(torch.autograd.Function):
         ctx.geometry, ctx.shapes = geometry, (gates[0].shape[0], len(matrices))
         ctx.n_routing = len(routing)
         ctx.has_bias = bias_E is not None
+        # Saved, not kept on ctx: what is saved is freed by the backward pass, even if someone still holds an output.
         ctx.save_for_backward(
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
-            load_E, *routing, w_gate_up, w_down, *shared,
+            load_E, w_gate_up, w_down, *routing, *shared,
         )  # fmt: skip
         ctx.mark_non_differentiable(load_E, entropy)
         return y_ND, aux, z_loss, load_E, entropy
@@ -118,10 +119,9 @@ class FusedMoE(torch.autograd.Function):
         """Gradients of x_ND, the norm's gain, the router and the experts' matrices, in forward's order."""
         (
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
-            load_E, *rest,
+            load_E, w_gate_up, w_down, *rest,
         ) = ctx.saved_tensors  # fmt: skip
-        routing = Routing(*rest[: ctx.n_routing])
-        w_gate_up, w_down, *shared = rest[ctx.n_routing :]
+        routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
         geometry, n_tokens = ctx.geometry, x_ND.shape[0]
         multiply, gradient_of = geometry.products
         dy_ND = dy_ND.contiguous()
