@@ -1,6 +1,7 @@
 """`gpt-oss-lite plan`: the largest recipe in time, as a command that a run accepts."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def test_each_rung_fits_on_some_gpus_and_the_launch_line_says_what_was_estimated
         check_split(launched.training, found.gpus)
         windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
         assert found.gpus * found.micro_batch_size * found.accumulation == windows
+
+
+@pytest.mark.parametrize("name", ["pretrain_150m", "pretrain_1_5b"])
+def test_the_head_of_a_rung_says_its_estimate(name):
+    path = CONFIGS / f"{name}.yaml"
+    (said,) = re.findall(r"^# .*Estimate: ([\d.]+) GB", path.read_text(), re.MULTILINE)
+    assert said == f"{estimate_recipe(load_recipe(path)).total_gb:.1f}"
 
 
 def test_only_shards_hold_the_7b_model_on_80_gb():
