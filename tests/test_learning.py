@@ -154,7 +154,7 @@ def test_an_experiment_is_run_once_and_a_failure_is_told(tmp_path):
     assert outcomes["late"] == "no time"
     result = json.loads(learning.gather(tmp_path / "out").read_bytes())["results"]["baseline-0"]
     assert [row["step"] for row in result["rows"]] == [1, 2, 3]
-    assert set(result["final"]["by_source"]) == {"prose", "code"}
+    assert result["final"]["bits_per_byte"] > 0
     before = bench.result_file("baseline-0").stat().st_mtime_ns
     assert bench.perform(run) == "done"
     assert bench.result_file("baseline-0").stat().st_mtime_ns == before
