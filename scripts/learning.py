@@ -32,7 +32,12 @@ from shared_data.errors import UserError
 from shared_data.files import write_atomic
 from shared_data.manifest import Manifest
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="The experiments of docs/learning.md.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 HERE = Path(__file__).resolve().parent
 KEPT_COLUMNS = ("step", "tokens", "ce", "aux", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "epoch")
 JOBS = {"parity": 2, "ablations": 4}

@@ -165,7 +165,12 @@ SOURCES: dict[str, tuple[Callable[[Path], Pieces], int, int, str | None]] = {
 }
 """Source -> (its documents, most MB of text read, and most kept after cleaning, the pipeline's quality rules)."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Make the text of docs/learning.md.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where the packages are unpacked.", show_default=False)]
 
 

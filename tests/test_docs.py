@@ -59,7 +59,9 @@ def test_an_unknown_part_of_a_command_is_seen():
         return list(doc_commands.unknown_parts(command))
 
     assert unknown("gpt-oss-lite pretrain --config x --sed 1") == ["--sed"]
-    assert unknown("gpt-oss-lite checkpoints lst runs/demo") == ["gpt-oss-lite ... lst"]
+    assert unknown("gpt-oss-lite checkpoints lst runs/demo") == ["no command lst"]
+    assert unknown("python scripts/microbench_a100.py --sec-len 4096") == ["--sec-len"]
+    assert unknown("python training/pretrain.py --sed 1") == ["--sed"]
     assert unknown("make demp") == ["make demp"]
     assert unknown("pip install 'gpt-oss-lite[data,trak]'") == ["extra trak"]
     assert unknown("python scripts/none.py") == ["scripts/none.py"]

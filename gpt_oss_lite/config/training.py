@@ -64,6 +64,8 @@ class TrainingConfig(ConfigBlock):
     # Several GPUs
     parallelism: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: a replica on every rank (ddp), or weights, gradients and moments in shards (fsdp)."""
+    expert_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each layer's routed experts, to which tokens travel; 1: every rank has all. With ddp only."""
     distributed_timeout_s: float = Field(60.0, ge=1)
     """Seconds within which a rank that was killed or hangs ends the job, with an error that names it."""
 
@@ -147,6 +149,11 @@ class TrainingConfig(ConfigBlock):
             )
         if self.schedule != "wsd" and self.decay_steps is not None:
             raise ValueError(f"decay_steps is {self.decay_steps}: only schedule: wsd has it, not {self.schedule}")
+        if self.expert_parallel_size > 1 and self.parallelism != "ddp":
+            raise ValueError(
+                f"expert_parallel_size is {self.expert_parallel_size}: it goes with parallelism: ddp, not "
+                f"{self.parallelism}"
+            )
         if self.schedule == "wsd" and self.warmup_steps + self.resolved_decay_steps > self.total_steps:
             raise ValueError(
                 f"decay_steps is {self.resolved_decay_steps}: with warmup_steps ({self.warmup_steps}) it must fit into "
@@ -225,4 +232,13 @@ class Recipe(ConfigBlock):
         for key in ("dtype", "residual_dtype"):
             if getattr(self.model, key) == "fp16":
                 raise ValueError(f"model.{key} is fp16: training takes bf16 or fp32 (fp16 is for inference)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        size, n_experts = self.training.expert_parallel_size, self.model.n_experts
+        if n_experts % size:
+            raise ValueError(
+                f"training.expert_parallel_size is {size}: it must be a divisor of model.n_experts ({n_experts})"
+            )
         return self

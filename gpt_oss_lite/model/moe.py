@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.model.backends import select_dispatch
+from gpt_oss_lite.model.backends import DispatchExperts, select_dispatch
 from gpt_oss_lite.model.layers import Linear, compute_dtype, without_autocast
 from gpt_oss_lite.model.routing import AverageLoad, LayerStats, route, router_logits
 
@@ -60,6 +60,8 @@ class MoE(nn.Module):
         self.experts_per_token = config.experts_per_token
         self.moe_dispatch = config.moe_dispatch
         self.average_load: AverageLoad | None = None
+        self.dispatch: DispatchExperts | None = None
+        """What takes the tokens to the experts; None: what model.moe_dispatch names."""
         self.router = Linear(config.d_model, config.n_experts, bias=config.router_bias, init_std=config.init_std)
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.n_experts))
         self.shared_experts = nn.ModuleList(Expert(config) for _ in range(config.n_shared_experts))
@@ -75,7 +77,9 @@ class MoE(nn.Module):
         with without_autocast(x_TD):
             logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
             routing, stats = route(logits_TE, self.experts_per_token, self.load_to_balance)
-        dispatch = select_dispatch(self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight))
+        dispatch = self.dispatch or select_dispatch(
+            self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight)
+        )
         out_TD = dispatch(x_TD, routing, self.experts)
         for expert in self.shared_experts:
             out_TD = out_TD + expert(x_TD)

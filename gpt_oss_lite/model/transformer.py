@@ -36,6 +36,10 @@ class RouterStats(NamedTuple):
     entropy: Tensor
     """(L,) fp32: mean entropy of a layer's router probabilities, in nats."""
 
+    def detached(self) -> "RouterStats":
+        """The figures without the graph, which would keep a micro-batch's tensors alive."""
+        return RouterStats(*(figure.detach() for figure in self))
+
 
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + experts(norm(x))."""
@@ -63,7 +67,7 @@ class Block(nn.Module):
         else:
             attended = self.attn(self.attn_norm(x_BTD).to(dtype), rotary, document_ids_BT, cache)
             x_BTD = x_BTD + attended.to(x_BTD.dtype)
-        if why_not_fused_moe(self._config, device_type, dtype) is None:
+        if self.moe.dispatch is None and why_not_fused_moe(self._config, device_type, dtype) is None:
             return self._fused_halves().feed_forward(self, x_BTD)
         fed_forward, stats = self.moe(self.moe_norm(x_BTD).to(dtype))
         return x_BTD + fed_forward.to(x_BTD.dtype), stats

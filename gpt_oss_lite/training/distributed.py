@@ -9,6 +9,7 @@ Shapes: A micro-batches of a step, a of them on this rank (A / ranks), F figures
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -187,8 +188,9 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     if device is not None:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
-    distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device)
-    store = _fresh_store(device)
+    store = _fresh_store(rank, size)
+    group = {"store": store, "rank": rank, "world_size": size}
+    distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device, **group)
     liveness = Liveness(store.clone(), rank, size, timeout_s)
     liveness.start()
     try:
@@ -203,16 +205,26 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     distributed.destroy_process_group()
 
 
-def _fresh_store(device: torch.device | None) -> Any:
-    """A store without keys: the launcher's outlives a restart, so ours begin with a number drawn anew."""
-    nonce = torch.randint(2**62, (1,), generator=_entropy()).to(device or "cpu")
-    distributed.broadcast(nonce, src=0)
-    store = distributed.distributed_c10d._get_default_store()
-    return distributed.PrefixStore(f"gpt_oss_lite/{int(nonce)}", store)
-
-
-def _entropy() -> torch.Generator:
-    return torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+def _fresh_store(rank: int, size: int) -> Any:
+    """A store without keys. The launcher's outlives a restart with all its keys, among them the addresses of ranks that
+    are gone; so the first rank draws a number that all keys begin with, and lets each other rank, which may still find
+    an older number, know by that rank's own number that this is the one.
+    """
+    store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=OPERATION_TIMEOUT))
+    mine = os.urandom(8).hex()
+    if rank == 0:
+        store.set("meet", mine)
+        for other in range(1, size):
+            store.set(f"met/{mine}/{other}", store.get(f"here/{mine}/{other}"))
+        return distributed.PrefixStore(mine, store)
+    while True:
+        number = store.get("meet").decode()
+        store.set(f"here/{number}/{rank}", mine)
+        for _ in range(20):
+            met = f"met/{number}/{rank}"
+            if store.check([met]) and store.get(met).decode() == mine:
+                return distributed.PrefixStore(number, store)
+            time.sleep(0.02)
 
 
 def is_lost_connection(error: Exception) -> bool:
@@ -229,11 +241,16 @@ def mute_all_but_the_first() -> None:
 
 
 def check_split(training: TrainingConfig, n_ranks: int) -> None:
-    """See that a step's micro-batches can be dealt out evenly.
+    """See that a step's micro-batches can be dealt out evenly, and the experts.
 
     Raises:
         UserError: they cannot; names the numbers of ranks and the micro-batches that go.
     """
+    if n_ranks > 1 and n_ranks % training.expert_parallel_size:
+        raise UserError(
+            f"training.expert_parallel_size is {training.expert_parallel_size}: it must be a divisor of the number of "
+            f"ranks ({n_ranks})"
+        )
     micro_batch, micro_batches = training.micro_batch_size, training.gradient_accumulation_steps
     if micro_batches % n_ranks == 0:
         return

@@ -11,15 +11,18 @@ numbers that one process sees, and the matrices are rounded to the compute dtype
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.compiling import Forward
 from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.expert_parallel import MARK, ExpertGroup
+from gpt_oss_lite.training.optimizer import gradient_norm
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -36,9 +39,13 @@ class Parallel:
     loss_factor: int
     """Where an engine averages gradients over the ranks, and the step's gradient is their sum: the ranks; else 1."""
     sharded: bool = False
-    """Whether a rank holds only a part of each parameter, of its gradient and its moments."""
+    """Whether a rank holds only a part of the parameters, of their gradients and moments."""
     after_evaluation: Callable[[], None] = lambda: None
     """To be called after a forward pass that no backward pass follows."""
+    after_backward: Callable[[], None] = lambda: None
+    """To be called after a step's last backward pass."""
+    norm: Callable[[list[nn.Parameter]], Tensor] = gradient_norm
+    """Global norm of the gradients."""
 
 
 class _HiddenStates(nn.Module):
@@ -73,8 +80,19 @@ def share_model(
     if ranks.size == 1:
         return Parallel(forward, nullcontext, 1)
     # Gradients that are views of the buckets need no second copy of them.
-    replica = DistributedDataParallel(_HiddenStates(model, forward), gradient_as_bucket_view=True)
-    return Parallel(replica, replica.no_sync, ranks.size)
+    wrapped, experts = _HiddenStates(model, forward), None
+    if training.expert_parallel_size > 1:
+        experts = ExpertGroup(ranks.size, training.expert_parallel_size, ranks.device.type)
+        experts.take_part(model)
+        names = [name for name, _ in wrapped.named_parameters() if MARK in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)
+    replica = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+    if experts is None:
+        return Parallel(replica, replica.no_sync, ranks.size)
+    return Parallel(
+        replica, replica.no_sync, ranks.size, sharded=True, norm=partial(experts.gradient_norm, model=model),
+        after_backward=partial(experts.average_gradients, model),
+    )  # fmt: skip
 
 
 def _shard(model: GPTOSS, ranks: Ranks) -> None:

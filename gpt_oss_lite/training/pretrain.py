@@ -32,7 +32,7 @@ from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
-from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
+from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
@@ -181,8 +181,9 @@ def train_step(run: Run) -> StepFigures:
     figures = of_all_micro_batches(
         run.ranks, [micro_batch(run, batch, n_valid, last=batch is batches[-1]) for batch in batches]
     )
+    run.parallel.after_backward()
     parameters = list(run.model.parameters())
-    norm = gradient_norm(parameters)
+    norm = run.parallel.norm(parameters)
     ce = figures.ces_A.sum()
     flags_A = on_any_rank(micro_batch_flags(figures.losses_A, norm))
     spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
@@ -237,7 +238,7 @@ def micro_batch(
         last: whether it is this rank's last one of the step, after which the ranks' gradients are added up.
 
     Returns:
-        Its share of the step's loss and of its cross-entropy, detached scalars, and the RouterStats.
+        Its share of the step's loss and of its cross-entropy, and the RouterStats, all detached.
     """
     training = run.recipe.training
     ids_BT, targets_BT = (tensor.to(run.device, non_blocking=True) for tensor in batch)
@@ -252,7 +253,7 @@ def micro_batch(
         routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
         loss = ce + routing / training.gradient_accumulation_steps
         (loss if run.ranks.size == 1 else loss * run.parallel.loss_factor).backward()
-    return loss.detach(), ce.detach(), stats
+    return loss.detach(), ce.detach(), stats.detached()
 
 
 def log_step(run: Run, figures: StepFigures) -> None:

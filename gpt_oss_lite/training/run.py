@@ -21,7 +21,7 @@ from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -217,7 +217,8 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     """Say what is about to run; what the start's event keeps of it."""
     recipe, training = run.recipe, run.recipe.training
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
-    say(describe_parameters(run.model))
+    counted = meta_model(recipe.model)  # whole, also where this rank holds only a part
+    say(describe_parameters(counted))
     if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
         for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
             say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
@@ -229,7 +230,7 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
         share = training.gradient_accumulation_steps // run.ranks.size
         say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
     estimate = estimate_model_memory_gb(
-        run.model,
+        counted,
         seq_len=recipe.model.max_seq_len,
         batch_size=training.micro_batch_size,
         grad_checkpoint=training.grad_checkpoint,

@@ -41,7 +41,7 @@ START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NA
 FREE_ON_RESUME = {
     "training.num_workers", "training.pin_memory", "training.keep_last_n", "training.keep_every", "training.mirror",
     "training.tensorboard", "training.wandb", "training.wandb_project", "training.parallelism",
-    "training.distributed_timeout_s",
+    "training.distributed_timeout_s", "training.expert_parallel_size",
 }  # fmt: skip
 
 

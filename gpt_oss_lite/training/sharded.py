@@ -1,11 +1,12 @@
 """Checkpoints of a sharded model: each rank writes what it holds, and any number of ranks reads it.
 
     shards_step_N/shard-RRRRR-model-00001-of-00001.safetensors   weights and both moments, as rank R - 1 holds them
-    counts_step_N.pt                                             AdamW's step counts by parameter name
+    counts_step_N.pt                                             the optimizer's step counts by parameter name
     sched_step_N.pt  rng_step_N.pt  meta_step_N.json             as in the single-file form
 
 Tensors go through PyTorch's distributed checkpoint and its safetensors storage; its default storage would unpickle what
-it reads. Completeness and hashes follow the rules of `checkpoint`: meta comes last, and names every file.
+it reads. Completeness and hashes follow the rules of `checkpoint`: meta comes last, and names every file. PyTorch's
+module is imported where it is used: it loads more than it needs.
 """
 
 import errno
@@ -13,45 +14,47 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, Writer
+from gpt_oss_lite.training.checkpoint_names import SHARDED_KINDS, file_name
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write
 from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.memory import meta_model
+from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
-from gpt_oss_lite.training.snapshot import applying, read_tensors, take_snapshot
+from gpt_oss_lite.training.snapshot import Snapshot, applying, read_tensors, whole_shapes
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder, sha256_file
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def named_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Weights and, where there are any yet, moments: the live tensors, each tied one once."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     if optimizer is not None:
+        moments = moments_of(optimizer)
         for name, parameter in model.named_parameters():
-            for key in MOMENTS:
-                if parameter in optimizer.state:
-                    tensors[f"{key}.{name}"] = optimizer.state[parameter][key]
+            if parameter in optimizer.state:
+                tensors |= {f"{key}.{name}": optimizer.state[parameter][key] for key in moments[id(parameter)]}
     return tensors
 
 
-def step_counts(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """AdamW's step count of each parameter that has one, by name."""
+def counts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What an optimizer holds besides moments for each parameter that it has updated, by name: AdamW's step count."""
+    moments = moments_of(optimizer)
     return {
-        name: optimizer.state[parameter]["step"].detach().cpu().clone()
+        name: {
+            key: value.detach().cpu().clone()
+            for key, value in optimizer.state[parameter].items()
+            if key not in moments[id(parameter)]
+        }
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
@@ -66,10 +69,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
     Raises:
         OSError: this rank's part could not be written.
     """
+    from torch.distributed import checkpoint as dcp
+
     ranks.from_main(lambda: _empty(folder), share=False)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as failure:  # on every rank, when one of them failed
+        dcp.save(dict(tensors), storage_writer=writer)
+    except dcp.CheckpointException as failure:  # on every rank, when one of them failed
         reasons = {f"rank {rank}: {error[0]}" for rank, error in failure.failures.items()}
         raise OSError(errno.EIO, f"could not be written ({'; '.join(sorted(reasons))})", str(folder)) from None
     mine = {}
@@ -90,9 +96,11 @@ def _empty(folder: Path) -> None:
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read tensors, whole ones or a rank's shards of them, in place from what any number of ranks wrote."""
+    from torch.distributed import checkpoint as dcp
+
     # Without a process group each process plans and reads for itself: only its own part of each tensor.
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says just that
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def save_shards(
@@ -110,12 +118,14 @@ def save_shards(
         OSError: it could not be written; there is no meta of this step then.
     """
     tensors, folder = named_tensors(model, optimizer), manager.shards(step)
-    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    sizes = {name: n for part in ranks.gather({k: t.nbytes for k, t in tensors.items()}) for name, n in part.items()}
+    n_bytes = sum(sizes.values())
     ranks.from_main(lambda: manager.begin(step, n_bytes), share=False)
     files = write_shards(folder, tensors, ranks)
-    counts, rng = step_counts(model, optimizer), capture_rng()
+    counts = {name: n for part in ranks.gather(counts_of(model, optimizer)) for name, n in part.items()}
+    rng = capture_rng()
     writers: dict[str, Writer] = {
-        "counts": lambda path: torch.save({"step": counts}, path),
+        "counts": lambda path: torch.save({"state": counts}, path),
         "sched": lambda path: torch.save(scheduler.state_dict(), path),
         "rng": lambda path: torch.save(rng, path),
     }
@@ -126,42 +136,48 @@ def save_shards(
 
 def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, counts_path: Path) -> None:
     """Load weights, and moments and step counts where an optimizer is given, as the model lies: whole or in shards."""
-    counts = read_tensors(counts_path)["step"]
+    counts = read_tensors(counts_path)["state"]
     if optimizer is not None:
         with applying(counts_path):
             _make_room(model, optimizer, counts)
     with applying(folder):
         tensors = named_tensors(model, optimizer)
-        _check_shapes(folder, tensors)
+        others = {f"model.{name}" for name in whole_shapes(model)} - tensors.keys()
+        _check_shapes(folder, tensors, others)
         read_shards(folder, tensors)
 
 
-def _check_shapes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str]) -> None:
     """Hold what shards make up together against what is to be read.
+
+    Args:
+        others: weights that may be there besides: those that other ranks read, and second names of tied ones.
 
     Raises:
         UserError: names the first tensor that differs.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     there = {name: tuple(about.size) for name, about in metadata.items()}  # type: ignore[union-attr]
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights = {name for name in there if name.startswith("model.")}
-    for name in sorted(wanted.keys() | weights):
+    for name in sorted(wanted.keys() | (weights - others)):
         found, here = there.get(name, "missing"), wanted.get(name, "missing")
         if found != here:
             raise UserError(f"{folder} is of another model: {name} is {found} in the shards and {here} in the model")
 
 
-def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, Tensor]) -> None:
-    """Give the optimizer moments of zeros for exactly the parameters that have a count, and their counts."""
-    parameters = dict(model.named_parameters())
+def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, dict[str, Tensor]]) -> None:
+    """Give the optimizer moments of zeros for exactly the parameters that are in `counts`, and their counts."""
+    parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
     names = {id(parameter): name for name, parameter in parameters.items()}
     ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = counts.keys() - parameters.keys()
+    unknown = counts.keys() - whole_shapes(model).keys()
     if unknown:
         raise ValueError(f"no parameter is called {min(unknown)}")
     state = {
-        index: {"step": counts[name], **{key: torch.zeros_like(parameters[name]) for key in MOMENTS}}
+        index: {**counts[name], **{key: torch.zeros_like(parameters[name]) for key in moments[id(parameters[name])]}}
         for index, name in enumerate(ordered)
         if name in counts
     }
@@ -172,16 +188,27 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     """Turn a step in shards into the single-file form, which replaces it when it is whole on the disk.
 
     Raises:
-        DamagedCheckpoint: the shards do not match their hashes, or are not a whole model.
+        DamagedCheckpoint: the shards do not match their hashes.
+        UserError: they are not the model that their meta says.
     """
-    meta = manager.verify(step)
-    model = GPTOSS(ModelConfig(**meta["model"]))
-    optimizer = AdamW(model.parameters())  # for its state alone
-    manager.load(model, step, optimizer, check_hashes=False)
-    snapshot = take_snapshot(model, optimizer, step)
-    sched, rng = (read_tensors(manager.folder / f"{kind}_step_{step}.pt") for kind in ("sched", "rng"))
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    meta, folder = manager.verify(step), manager.shards(step)
+    metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in metadata.items()}
+    model = meta_model(ModelConfig(**meta["model"]))
+    _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
+    read_shards(folder, tensors)
+    counts, sched, rng = (read_tensors(manager.folder / file_name(kind, step)) for kind in SHARDED_KINDS)
+    weights, state = {}, counts["state"]
+    for name, tensor in sorted(tensors.items()):
+        kind, _, parameter = name.partition(".")
+        if kind == "model":
+            weights[parameter] = tensor
+        else:
+            state[parameter][kind] = tensor
     others = {key: value for key, value in meta.items() if key not in ("format", "step", "files")}
-    snapshot = replace(snapshot, scheduler=sched, rng=rng, meta=others)
+    snapshot = Snapshot(step, weights, {"state": state}, sched, rng, others)
     assert_room_to_write(manager.folder, snapshot.n_bytes + OVERHEAD_BYTES)
     manager.commit(step, snapshot.meta, manager.writers_of(snapshot))
     manager.remove_shards(step)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
 from shared_data.errors import UserError
@@ -175,9 +177,16 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
 
 
 def set_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put whole tensors into a model, of which a rank may hold only shards; all of them, and no others."""
-    current = model.state_dict()
-    model.load_state_dict({name: placed_like(current[name], tensor) for name, tensor in tensors.items()}, strict=True)
+    """Put whole tensors into a model, of which a rank may hold only a part; all that it holds must be among them."""
+    here = model.state_dict()
+    mine = {name: placed_like(here[name], tensor) for name, tensor in tensors.items() if name in here}
+    model.load_state_dict(mine, strict=True)
+
+
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all of a model's tensors by name, also of those that other ranks hold."""
+    whole = meta_model(model.config) if isinstance(model, GPTOSS) else model
+    return {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
 
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:
@@ -211,7 +220,7 @@ def check_weights_fit(model: nn.Module, path: Path) -> None:
 
 
 def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = whole_shapes(model)
     for name in sorted(expected.keys() | shapes.keys()):
         there, here = shapes.get(name, "missing"), expected.get(name, "missing")
         if there != here:
@@ -237,7 +246,10 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, An
         ValueError: a moment has not its parameter's shape.
     """
     parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
+    elsewhere = whole_shapes(model).keys() - parameters.keys()
     for name, entry in content["state"].items():
+        if name in elsewhere:
+            continue
         for key in moments[id(parameters[name])]:
             if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
                 raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")

@@ -126,8 +126,9 @@ def dump_state(run: Any, path: str) -> None:
     for name, parameter in run.model.named_parameters():
         moments = run.optimizer.state.get(parameter, {})
         state[name] = [whole(tensor).clone() for tensor in (parameter.detach(), *moments.values())]
+    parts = run.ranks.gather(state)
     if run.ranks.is_main:
-        torch.save(state, path)
+        torch.save({name: tensors for part in parts for name, tensors in part.items()}, path)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,24 @@
 """The same numbers on 1, 2 and 4 ranks, and one decision on all of them."""
 
+import itertools
+
 import pytest
 import ranks
 import tiny_run
 import torch
+from command_line import run as run_command
 from ranks import Job
 from safetensors.torch import load_file
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler
+from gpt_oss_lite.training.distributed import check_split, whole
+from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
+from shared_data.errors import UserError
 
 EXACT = ("step", "tokens", "epoch", "position", "lr")
 CLOSE = ("ce", "aux", "grad_norm", "expert_load", "expert_imbalance", "router_entropy", "sink_mean")
@@ -42,15 +55,22 @@ def assert_same_rows(run, other, bound):
 BOTH_DTYPES = pytest.mark.parametrize(("float64", "bound"), [(False, 1e-6), (True, 1e-10)], ids=["fp32", "float64"])
 
 
+WORDS = {
+    "ddp": [],
+    "fsdp": ["training.parallelism=fsdp"],
+    "experts": ["training.expert_parallel_size=2"],  # on 4 ranks two groups, each with all experts
+}
+
+
 @BOTH_DTYPES
 def test_20_steps_on_2_and_4_ranks_are_those_of_one_process(setting, float64, bound):
     folder, recipe = setting
     # Micro-batches 1 and 2 of step 2 are not finite, wherever they run: every rank skips that step.
     poison = {1: {0: [5, 6]}, 2: {1: [2], 0: [3]}, 4: {1: [1], 2: [1]}}
-    kinds = [(1, "ddp"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+    kinds = [(1, "ddp"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "experts"), (4, "experts")]
     runs = {kind: folder / f"{kind[0]}-{kind[1]}-{float64}" for kind in kinds}
     jobs = [
-        Job(n, str(recipe), str(run), [f"training.parallelism={p}"], seed=3, float64=float64, poison=poison[n])
+        Job(n, str(recipe), str(run), WORDS[p], seed=3, float64=float64, poison=poison[n])
         for (n, p), run in runs.items()
     ]
     assert ranks.run(*jobs) == [[0] * n for n, _ in kinds]
@@ -65,15 +85,13 @@ def test_20_steps_on_2_and_4_ranks_are_those_of_one_process(setting, float64, bo
 def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, float64, bound, tmp_path):
     _, recipe = setting
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
-    fsdp = ["training.parallelism=fsdp", "training.save_interval=5"]
-    plain = fsdp[1:]
-    chain = [(1, plain), (2, fsdp), (4, fsdp), (2, plain), (1, plain)]
+    chain = [(1, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "experts"), (1, "ddp")]
     jobs = [
-        Job(n, str(recipe), str(run), words, 4 * (place + 1), resume_latest=place > 0, seed=3, float64=float64,
+        Job(n, str(recipe), str(run), WORDS[p], 4 * (place + 1), resume_latest=place > 0, seed=3, float64=float64,
             dump=str(tmp_path / f"{place}.pt"))
-        for place, (n, words) in enumerate(chain)
+        for place, (n, p) in enumerate(chain)
     ]  # fmt: skip
-    codes = ranks.run(Job(1, str(recipe), str(unbroken), plain, seed=3, float64=float64), *jobs)
+    codes = ranks.run(Job(1, str(recipe), str(unbroken), seed=3, float64=float64), *jobs)
     assert codes == [[0], *([0] * n for n, _ in chain)]
     assert_same_rows(run, unbroken, bound)
     for place in range(1, len(chain)):
@@ -82,21 +100,137 @@ def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, float64, bound, tmp_
         assert found.keys() == saved.keys()
         for name, tensors in saved.items():
             assert all(torch.equal(a, b) for a, b in zip(found[name], tensors, strict=True)), (step, name)
+    check_consolidation(run, 8)
+    check_consolidation(run, 16)
+
+
+def check_consolidation(run, step):
+    """One file of a step in shards: the same tensors, which a model loads; a flipped byte is found before."""
+    before = saved_state(run / "checkpoints", step)
+    with pytest.raises(UserError, match="checkpoints consolidate"):
+        load_model(run, step)
+    shard = next((run / "checkpoints" / f"shards_step_{step}").glob("shard-00002-*"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    manager = CheckpointManager(run / "checkpoints")
+    assert manager.newest_good(at_most=step) == step - 4
+    shard.write_bytes(content)
+    done = run_command("python", "-m", "gpt_oss_lite", "checkpoints", "consolidate", run, "--step", str(step))
+    assert done.returncode == 0, done.stderr
+    assert not shard.exists()
+    manager.verify(step)
+    after = saved_state(run / "checkpoints", step)
+    for name, tensors in before.items():
+        assert [torch.equal(a, b) for a, b in zip(tensors, after[name], strict=True)] == [True] * 4, name
+    assert load_model(run, step)[1]["state"]["step"] == step
 
 
 def saved_state(checkpoints, step):
     """Weights, step count and moments of a checkpoint of either form by name, read without the code under test."""
     if shards := sorted((checkpoints / f"shards_step_{step}").glob("*.safetensors")):
         pieces = {}
-        for path in shards:  # the first dimension is shared out in the order of the ranks
+        for path in shards:  # the first dimension is shared out in the order of the ranks, or one rank has all
             for name, tensor in load_file(path).items():
                 pieces.setdefault(name, []).append(tensor)
         whole = {name: torch.cat(tensors) for name, tensors in pieces.items()}
-        counts = torch.load(checkpoints / f"counts_step_{step}.pt")["step"]
+        counts = torch.load(checkpoints / f"counts_step_{step}.pt")["state"]
         return {
-            name: [whole[f"model.{name}"], count, whole[f"exp_avg.{name}"], whole[f"exp_avg_sq.{name}"]]
+            name: [whole[f"model.{name}"], count["step"], whole[f"exp_avg.{name}"], whole[f"exp_avg_sq.{name}"]]
             for name, count in counts.items()
         }
     weights = load_file(checkpoints / f"model_step_{step}.safetensors")
     moments = torch.load(checkpoints / f"optim_step_{step}.pt")["state"]
-    return {name: [weights[name], *moments[name].values()] for name in weights}
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return {name: [weights[name], *(moments[name][key] for key in keys)] for name in weights}
+
+
+def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path):
+    _, recipe = setting
+    one, two, stopped = (tmp_path / name for name in ("one", "two", "stopped"))
+    words = ["training.save_interval=5", "training.eval_interval=0"]
+    # Micro-batches 24 to 28, from step 7 on, are not finite: five in a row.
+    codes = ranks.run(
+        Job(1, str(recipe), str(one), words, seed=3, poison={0: list(range(24, 29))}),
+        Job(2, str(recipe), str(two), words, seed=3, poison={0: [12, 13, 14], 1: [12, 13]}),
+        Job(2, str(recipe), str(stopped), [*words, "training.total_steps=500"], seed=3, signal_after={1: 8}),
+        Job(2, str(recipe), str(stopped), words, seed=3),
+    )
+    assert codes == [[0], [0, 0], [3, 3], [2, 1]]  # the last one is refused: a run is there already
+    assert_same_rows(two, one, 1e-6)
+    (rollback,), (expected,) = tiny_run.events(two, "rollback"), tiny_run.events(one, "rollback")
+    assert (rollback["step"], rollback["position"]) == (expected["step"], expected["position"]) == (5, 58)
+    (stop,) = tiny_run.events(stopped, "stop")
+    assert stop["reason"] == "SIGTERM"
+    assert 4 <= stop["step"] <= 7  # its rank was in step 4
+    assert CheckpointManager(stopped / "checkpoints").newest_good() == stop["step"]
+
+
+def test_global_routing_statistics_make_the_split_of_a_micro_batch_nothing_to_the_aux_loss(setting, tmp_path):
+    _, recipe = setting
+    scope = ["training.aux_loss_scope=ranks", "training.aux_loss_alpha=1.0"]
+    whole = [*scope, "training.micro_batch_size=8", "training.gradient_accumulation_steps=1"]
+    apart = ["training.aux_loss_alpha=1.0"]
+    paths = [tmp_path / name for name in ("one", "four", "apart")]
+    jobs = [
+        Job(n, str(recipe), str(path), words, seed=3, float64=True)
+        for n, path, words in zip((1, 4, 4), paths, (whole, scope, apart), strict=True)
+    ]
+    assert ranks.run(*jobs) == [[0], [0] * 4, [0] * 4]
+    assert_same_rows(paths[1], paths[0], 1e-10)
+    auxes = [[row["aux"] for row in tiny_run.rows(path)] for path in paths]
+    assert auxes[2] != pytest.approx(auxes[0], rel=1e-4)  # a micro-batch's own statistics are another loss
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "sizes", "said"),
+    [
+        (3, (8, 4), "3 ranks cannot share a step's micro-batches evenly; ranks that can: 1, 2, 4"),
+        (8, (8, 4), "on 8 ranks: micro_batch_size x gradient_accumulation_steps 4 x 8, 2 x 16, 1 x 32"),
+        (64, (8, 4), "ranks that can: 1, 2, 4"),
+    ],
+)
+def test_an_impossible_split_names_the_possible_ones(n_ranks, sizes, said):
+    training = TrainingConfig(micro_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
+    with pytest.raises(UserError) as refused:
+        check_split(training, n_ranks)
+    assert said in str(refused.value)
+    assert "training.micro_batch_size 8 x training.gradient_accumulation_steps 4" in str(refused.value)
+
+
+def test_the_ranks_windows_of_a_step_are_together_those_of_one_process():
+    order = DataOrder(n_windows=10, seed=42)
+    for n_ranks in (1, 2, 4):
+        check_split(TrainingConfig(micro_batch_size=2, gradient_accumulation_steps=4), n_ranks)
+        samplers = [iter(MicroBatchSampler(order, 5, 2, rank, n_ranks)) for rank in range(n_ranks)]
+        for step in range(3):
+            dealt = [next(sampler) for _ in range(4 // n_ranks) for sampler in samplers]
+            assert list(itertools.chain(*dealt)) == order.windows(5 + 8 * step, 8).tolist()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_fused_optimizer_skips_and_steps_shards_as_it_does_whole_parameters(skip, tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        start, gradient = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
+        plain = nn.Parameter(start.clone())
+        shard = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+        plain.grad, shard.grad = gradient.clone(), distribute_tensor(gradient.clone(), mesh, [Shard(0)])
+        results = []
+        for parameter in (plain, shard):
+            optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+            update_unless(torch.tensor(False), optimizer)
+            norm = gradient_norm([parameter])
+            clip_gradients([parameter], 0.5, norm)
+            update_unless(torch.tensor(skip), optimizer)
+            state = optimizer.state[parameter]
+            results.append([whole(t).detach() for t in (parameter, norm, state["step"], *moments_of(state))])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert results[0][2].item() == (1.0 if skip else 2.0)
+        assert results[0][1].item() == pytest.approx(6**0.5)
+    finally:
+        distributed.destroy_process_group()
+
+
+def moments_of(state):
+    return state["exp_avg"], state["exp_avg_sq"]

@@ -18,7 +18,7 @@ class RowOrder(NamedTuple):
     row_of_slot_R: Tensor
 
 
-class _PermuteRows(torch.autograd.Function):
+class PermuteRows(torch.autograd.Function):
     """x[order] for a permutation; the gradient is read through the inverse, not scattered with atomic adds."""
 
     @staticmethod
@@ -40,10 +40,10 @@ def sort_by_expert(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, RowO
     slot_of_row_R = flat_R.argsort(stable=True)
     order = RowOrder(slot_of_row_R, slot_of_row_R.argsort())
     x_TKD = x_TD[:, None].expand(n_tokens, experts_per_token, width)
-    return _PermuteRows.apply(x_TKD.reshape(-1, width), *order), flat_R[slot_of_row_R], order
+    return PermuteRows.apply(x_TKD.reshape(-1, width), *order), flat_R[slot_of_row_R], order
 
 
 def combine(y_RD: Tensor, routing: Routing, order: RowOrder) -> Tensor:
     """Weighted sum over a token's experts in their order of choice, (T, D) in the weights' dtype."""
-    y_RD = _PermuteRows.apply(y_RD, order.row_of_slot_R, order.slot_of_row_R)
+    y_RD = PermuteRows.apply(y_RD, order.row_of_slot_R, order.slot_of_row_R)
     return (y_RD.view(*routing.experts_TK.shape, -1) * routing.weights_TK[..., None]).sum(dim=1)
