@@ -88,6 +88,8 @@ class Bench:
             lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines()
             said = [line for line in lines if not line.startswith("$ ")] or ["no output"]
             result = {"error": f"exit code {failure.returncode}: " + " | ".join(said[-3:])}
+        except (OSError, ValueError, KeyError, IndexError) as error:  # the others still have their turn
+            result = {"error": f"{type(error).__name__}: {error}"}
         result.update(name=experiment.name, group=experiment.group, seed=experiment.seed,
                       sets={key: str(value) for key, value in experiment.sets.items()},
                       seconds=time.monotonic() - started)  # fmt: skip
