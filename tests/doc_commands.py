@@ -78,6 +78,9 @@ NOT_RUN: dict[str, str] = {
     "python scripts/bench_pipeline.py --make-corpus bench": "downloads packages of 180 MB",
     "python scripts/bench_pipeline.py --corpus bench/web.jsonl --datatrove dt/bin/python": "wants the corpus of the "
     "line above and an environment with datatrove",
+    "python scripts/bench_scaling.py --ranks 2 --at-least 1.93": "wants two GPUs; test_scripts.py runs it on the CPU",
+    "torchrun --standalone --nproc-per-node 8 --max-restarts 3 training/pretrain.py --config configs/pretrain_1_5b.yaml"
+    " --out runs/1_5b --seed 0 --auto-resume": "wants eight GPUs; test_scaling_page.py parses it",
     """for round in 1 2 3 4 5 6 7; do
   previous=$(sbatch --parsable ${previous:+--dependency=afterok:$previous} --array=0-63 --wrap \\
     'gpt-oss-lite prepare --workers 8 --task-index $SLURM_ARRAY_TASK_ID --task-count 64')

@@ -101,10 +101,10 @@ def test_the_table_of_memory():
 
 def launches() -> dict[str, list[str]]:
     """The words after `torchrun` of each line that starts a run."""
-    shell = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-    found = {line.split()[0]: shlex.split(line.partition("torchrun ")[2]) for line in shell if "torchrun " in line}
-    (manifests,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    service, job = yaml.safe_load_all(manifests)
+    shell = [line for line in PAGE.splitlines() if re.match(r"(srun .*)?torchrun ", line)]
+    found = {line.split()[0]: shlex.split(line.partition("torchrun ")[2]) for line in shell}
+    (manifest,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    service, job = yaml.safe_load(manifest)["items"]
     pods = job["spec"]["template"]["spec"]
     assert service["metadata"]["name"] == pods["subdomain"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
