@@ -88,7 +88,7 @@ def test_no_command_hides_in_a_block_of_text(page):
 def test_examples_in_yaml_load_and_those_of_the_interpreter_are_true(page):
     for block in blocks(page):
         if block.language == "yaml":
-            assert yaml.safe_load(block.text)
+            assert all(yaml.safe_load_all(block.text))
         if block.language == "python" and ">>>" in block.text:
             test = doctest.DocTestParser().get_doctest(block.text, {}, page.name, str(page), 0)
             assert doctest.DocTestRunner().run(test).failed == 0
