@@ -85,8 +85,9 @@ class Bench:
         try:
             result = self._run(experiment)
         except subprocess.CalledProcessError as failure:
-            lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines() or ["no output"]
-            result = {"error": f"exit code {failure.returncode}: " + " | ".join(lines[-3:])}
+            lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines()
+            said = [line for line in lines if not line.startswith("$ ")] or ["no output"]
+            result = {"error": f"exit code {failure.returncode}: " + " | ".join(said[-3:])}
         result.update(name=experiment.name, group=experiment.group, seed=experiment.seed,
                       sets={key: str(value) for key, value in experiment.sets.items()},
                       seconds=time.monotonic() - started)  # fmt: skip

@@ -161,7 +161,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Pieces], int, int, str | None]] = {
     "tools": (tools, 60, 60, None),
     "prose": (prose, 60, 60, None),
     "code-python": (code_python, 90, 30, "code"),
-    "code-c": (code_c, 60, 25, "code"),
+    "code-c": (code_c, 60, 22, "code"),
 }
 """Source -> (its documents, most MB of text read, and most kept after cleaning, the pipeline's quality rules)."""
 

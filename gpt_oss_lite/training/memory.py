@@ -25,7 +25,7 @@ from shared_data.errors import UserError
 
 FP32 = 4
 # What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
-CUDA_RUNTIME_BYTES = 256 * 2**20
+CUDA_RUNTIME_BYTES = 96 * 2**20
 
 
 # Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile;
@@ -208,6 +208,7 @@ def _estimate(
         "head: gradients of weight and hidden states": head_weight_gradient + hidden_gradient,
         "backward pass of a block beyond the head's": max(0, block_backward - head_gone),
         "rows between the experts' ranks": exchanged,
+        "a block's gradients before they are added (fp32)": FP32 * state.block if device_type == "cuda" else 0,
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
     return MemoryEstimate({name: size for name, size in items.items() if size})

@@ -62,8 +62,17 @@ def plain_moe(x, gain, router, bias, gates, ups, downs, experts_per_token, clamp
 @pytest.mark.parametrize("n_shared", [0, 1])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, clamped):
+    check_moe(4, 2, n_shared, has_bias, clamped)
+
+
+@pytest.mark.parametrize(("n_experts", "used"), [(9, 3), (1, 1), (3, 3)])
+def test_moe_of_any_number_of_experts_and_any_that_a_token_uses(n_experts, used):
+    check_moe(n_experts, used, n_shared=0, has_bias=False, clamped=True)
+
+
+def check_moe(n_experts, used, n_shared, has_bias, clamped):
     torch.manual_seed(0)
-    n_experts, width, hidden = 4, 48, 40
+    width, hidden = 48, 40
     x, gain = random(2, 37, width), random(width)
     router = random(n_experts, width, scale=0.3)
     bias = random(n_experts) if has_bias else None
@@ -72,11 +81,11 @@ def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, c
     downs = [random(width, hidden, scale=0.2) for _ in range(n_experts + n_shared)]
     leaves = [x, gain, router, *([bias] if has_bias else []), *gates, *ups, *downs]
 
-    y, aux, z_loss, load = plain_moe(x, gain, router, bias, gates, ups, downs, 2, clamped)
+    y, aux, z_loss, load = plain_moe(x, gain, router, bias, gates, ups, downs, used, clamped)
     upstream = torch.randn_like(y)
     expected = torch.autograd.grad((y * upstream).sum() + 3.0 * aux + 0.5 * z_loss, leaves)
 
-    geometry = MoEGeometry(n_experts, 2, n_shared, EPS, clamped, PRODUCTS["triton_grouped"])
+    geometry = MoEGeometry(n_experts, used, n_shared, EPS, clamped, PRODUCTS["triton_grouped"])
     fused_y, fused_aux, fused_z, fused_load, _ = fused_moe(x, geometry, gain, router, bias, gates, ups, downs)
     actual = torch.autograd.grad((fused_y * upstream).sum() + 3.0 * fused_aux + 0.5 * fused_z, leaves)
 
