@@ -207,10 +207,8 @@ class Scene:
         shutil.copytree(self.folder / "runs/demo", self.folder / "runs/other")
 
     def add_stock_model(self) -> None:
-        """A stock gpt_oss folder, as another program would have left it."""
-        stock = "--set model.n_shared_experts=0 --set model.expert_activation=clamped_swiglu"
-        self.run(f"gpt-oss-lite pretrain --config configs/quickstart.yaml --out runs/stock --seed 0 {stock}")
-        self.run("gpt-oss-lite export --checkpoint runs/stock --out stock-gpt-oss")
+        """A stock gpt_oss folder, as transformers saves it."""
+        command_line.write_stock_model(self.folder / "stock-gpt-oss")
 
     def run(self, command: str) -> str:
         """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""

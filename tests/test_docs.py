@@ -32,7 +32,9 @@ def scene(tmp_path_factory):
 def test_what_a_page_tells_to_type_works(page, scene):
     if page.name == "export.md":
         scene.add_stock_model()
-    scene.run_page(page)
+    outputs = scene.run_page(page)
+    if page.name == "export.md":
+        assert any(text.startswith("import ") for code, text in outputs.items() if "from transformers" in code)
 
 
 def test_there_are_commands_to_run():
