@@ -77,7 +77,7 @@ NOT_RUN: dict[str, str] = {
     f'{_PODMAN} --volume "$PWD/work:/work" gpt-oss-lite pretrain --config quickstart': "wants the image of that line",
     "lm_eval --model hf --model_args pretrained=hf-demo,trust_remote_code=True --tasks hellaswag,arc_easy "
     "--batch_size 8": "downloads its tasks; test_lm_eval.py runs the harness on local ones",
-    "python scripts/torture_pipeline.py --kills 20": "minutes of kills; tests/shared_data/test_kills.py has some of each",
+    "python scripts/torture_pipeline.py --kills 20": "minutes of kills; test_kills.py has some of each",
     "python scripts/bench_pipeline.py --make-corpus bench": "downloads packages of 180 MB",
     "python scripts/bench_pipeline.py --corpus bench/web.jsonl --datatrove dt/bin/python": "wants the corpus of the "
     "line above and an environment with datatrove",
@@ -144,7 +144,7 @@ def inline_commands(page: Path) -> list[str]:
 def unknown_parts(command: str) -> Iterator[str]:
     """What a command names that is not there: a subcommand, an option, a script, a target, an extra."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
-    for target in re.findall(r"\bmake ([a-z-]+)", command):
+    for target in re.findall(r"(?:^|[:;&$] ?)make ([a-z][a-z-]*)", command):
         if not re.search(rf"^{target}:", makefile, re.MULTILINE):
             yield f"make {target}"
     for extras in re.findall(r"gpt-oss-lite\[([\w,-]+)\]", command):
