@@ -88,6 +88,8 @@ class Bench:
             lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines()
             said = [line for line in lines if not line.startswith("$ ")] or ["no output"]
             result = {"error": f"exit code {failure.returncode}: " + " | ".join(said[-3:])}
+        except (OSError, ValueError, KeyError, IndexError) as error:  # the others still have their turn
+            result = {"error": f"{type(error).__name__}: {error}"}
         result.update(name=experiment.name, group=experiment.group, seed=experiment.seed,
                       sets={key: str(value) for key, value in experiment.sets.items()},
                       seconds=time.monotonic() - started)  # fmt: skip
@@ -252,7 +254,9 @@ def chosen_of(plan: Plan, only: str) -> list[Experiment]:
 
 @app.command()
 def tables(
-    results: Annotated[Path, typer.Option(metavar="FILE", help="results.json of a run.", show_default=False)],
+    results: Annotated[
+        Path, typer.Option(metavar="PATH", help="results.json, or the folder that a run wrote to.", show_default=False)
+    ],
     page: Annotated[Path, typer.Option(metavar="FILE", help="Page whose marked parts are written.")] = Path(
         "docs/learning.md"
     ),
@@ -260,7 +264,8 @@ def tables(
     """Write tables and pictures of results into the page."""
     from learning_tables import write_page
 
-    print("\n".join(map(str, write_page(json.loads(results.read_bytes()), page))))
+    path = gather(results) if results.is_dir() else results
+    print("\n".join(map(str, write_page(json.loads(path.read_bytes()), page))))
 
 
 if __name__ == "__main__":

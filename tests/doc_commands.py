@@ -55,6 +55,8 @@ EXIT_CODES = {"gpt-oss-lite checkpoints diff runs/demo 210 240": 1}
 
 # What cannot run here, word by word, and why.
 _INSTALLS = "installs from the network; its extras are looked up"
+_TORCHRUN = "torchrun --standalone --nproc-per-node 8"
+_RANKS = "wants eight GPUs; tests/training has runs of two and more ranks on the CPU"
 _PODMAN = "podman run --rm --device nvidia.com/gpu=all"
 _LEARNING = "minutes of a GPU; test_learning.py has the comparison in miniature"
 _LEARN_DATA = ".bench/learn-data/pretrain_chinchilla"
@@ -75,9 +77,15 @@ NOT_RUN: dict[str, str] = {
     f'{_PODMAN} --volume "$PWD/work:/work" gpt-oss-lite pretrain --config quickstart': "wants the image of that line",
     "lm_eval --model hf --model_args pretrained=hf-demo,trust_remote_code=True --tasks hellaswag,arc_easy "
     "--batch_size 8": "downloads its tasks; test_lm_eval.py runs the harness on local ones",
+    "python scripts/torture_pipeline.py --kills 20": "minutes of kills; test_kills.py has some of each",
     "python scripts/bench_pipeline.py --make-corpus bench": "downloads packages of 180 MB",
     "python scripts/bench_pipeline.py --corpus bench/web.jsonl --datatrove dt/bin/python": "wants the corpus of the "
     "line above and an environment with datatrove",
+    f"{_TORCHRUN} training/pretrain.py --config configs/pretrain_h200_502m.yaml --auto-resume": _RANKS,
+    f"{_TORCHRUN} -m gpt_oss_lite pretrain --config configs/pretrain_h200_502m.yaml": _RANKS,
+    "python scripts/bench_scaling.py --ranks 2 --at-least 1.93": "wants two GPUs; test_scripts.py runs it on the CPU",
+    "torchrun --standalone --nproc-per-node 8 --max-restarts 3 training/pretrain.py --config configs/pretrain_1_5b.yaml"
+    " --out runs/1_5b --seed 0 --auto-resume": "wants eight GPUs; test_scaling_page.py parses it",
     """for round in 1 2 3 4 5 6 7; do
   previous=$(sbatch --parsable ${previous:+--dependency=afterok:$previous} --array=0-63 --wrap \\
     'gpt-oss-lite prepare --workers 8 --task-index $SLURM_ARRAY_TASK_ID --task-count 64')
@@ -136,14 +144,14 @@ def inline_commands(page: Path) -> list[str]:
 def unknown_parts(command: str) -> Iterator[str]:
     """What a command names that is not there: a subcommand, an option, a script, a target, an extra."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
-    for target in re.findall(r"\bmake ([a-z]+)\b", command):
+    for target in re.findall(r"(?:^|[:;&$] ?)make ([a-z][a-z-]*)", command):
         if not re.search(rf"^{target}:", makefile, re.MULTILINE):
             yield f"make {target}"
     for extras in re.findall(r"gpt-oss-lite\[([\w,-]+)\]", command):
         yield from (f"extra {name}" for name in extras.split(",") if not re.search(rf"^{name} = \[", project, re.M))
-    for script, words in re.findall(r"\bpython (\S+\.py)([^|;&>\n]*)", command):
+    for script, words in re.findall(r"\b((?:scripts|training|data)/\w+\.py)([^|;&>\n]*)", command):
         yield from _unknown_to_script(script, words.split())
-    for words in re.findall(r"\bgpt-oss-lite ((?![\[.])[^|;&>'\n]+)", command):
+    for words in re.findall(r"\b(?:gpt-oss-lite|-m gpt_oss_lite) ((?![\[.])[^|;&>'\n]+)", command):
         yield from _unknown_words(app, words.split())
 
 
@@ -200,10 +208,8 @@ class Scene:
         shutil.copytree(self.folder / "runs/demo", self.folder / "runs/other")
 
     def add_stock_model(self) -> None:
-        """A stock gpt_oss folder, as another program would have left it."""
-        stock = "--set model.n_shared_experts=0 --set model.expert_activation=clamped_swiglu"
-        self.run(f"gpt-oss-lite pretrain --config configs/quickstart.yaml --out runs/stock --seed 0 {stock}")
-        self.run("gpt-oss-lite export --checkpoint runs/stock --out stock-gpt-oss")
+        """A stock gpt_oss folder, as transformers saves it."""
+        command_line.write_stock_model(self.folder / "stock-gpt-oss")
 
     def run(self, command: str) -> str:
         """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""

@@ -66,7 +66,7 @@ def test_help_at_every_level(words, capsys):
         (["estimate", "--config", RECIPE, "--batch-size", "0"], "'0' should be greater than or equal to 1\n"),
         (["prepare", "--stage", "finetune"], "Invalid value for '--stage': 'finetune' is not one of 'pretrain'"),
         (["pretrain"], "Missing option '--config'. See --help."),
-        (["verify"], "Missing argument 'DIR'. See --help."),
+        (["verify"], "Missing argument 'DIR...'. See --help."),
     ],
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(words, hint, capsys):

@@ -58,7 +58,7 @@ def test_the_table_of_one_step_for_all_gpus():
 
 def test_the_table_of_the_ladder():
     rows = table("width x layers")
-    assert [Path(row[0].strip("`")).name for row in rows] == list(LADDER)
+    assert [Path(row[0].strip("`")).stem for row in rows] == list(LADDER)
     for name, width, experts, total, active, tokens, step, steps, rate in rows:
         recipe = load_recipe(ROOT / name.strip("`"))
         model, training = meta_model(recipe.model), recipe.training
@@ -72,9 +72,8 @@ def test_the_table_of_the_ladder():
 
 def test_the_table_of_hours():
     for name, *cells in table("512 GPUs"):
-        recipe = load_recipe(ROOT / name.strip("`"))
         for gpus, cell in zip((1, 8, 64, 512), cells, strict=True):
-            found = list(layouts(recipe, "x", Cluster(gpus=gpus)))
+            found = list(layouts(Path(name.strip("`")).stem, Cluster(gpus=gpus)))
             if not found:
                 assert cell == "does not fit"
                 continue
@@ -101,10 +100,10 @@ def test_the_table_of_memory():
 
 def launches() -> dict[str, list[str]]:
     """The words after `torchrun` of each line that starts a run."""
-    shell = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-    found = {line.split()[0]: shlex.split(line.partition("torchrun ")[2]) for line in shell if "torchrun " in line}
-    (manifests,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    service, job = yaml.safe_load_all(manifests)
+    shell = [line for line in PAGE.splitlines() if re.match(r"(srun .*)?torchrun ", line)]
+    found = {line.split()[0]: shlex.split(line.partition("torchrun ")[2]) for line in shell}
+    (manifest,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    service, job = yaml.safe_load(manifest)["items"]
     pods = job["spec"]["template"]["spec"]
     assert service["metadata"]["name"] == pods["subdomain"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
