@@ -132,7 +132,8 @@ def repair_folder(folder: Path, manifest: Manifest, problems: list[Problem]) -> 
 
 def verify(
     folder: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Folders of shards, one or several: data/pretrain_chinchilla.")
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Folders of shards, one or several: data/pretrain_chinchilla."),
     ],
     repair: Annotated[
         bool,
