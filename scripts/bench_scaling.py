@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import typer
 
-from gpt_oss_lite.cli import AsJson, Overrides, print_json
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import step_windows
 from shared_data.console import run_app, say

@@ -4,17 +4,17 @@ Each recipe has its tokens, about 16 a parameter; memory is `memory.fastest_that
 What a single run's options ask for is planned elsewhere (`plan.py`).
 """
 
-import json
 import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.config.shipped import shipped_recipes
+from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.training.cluster import Cluster, usable_ranks
 from shared_data.console import count_of
 from shared_data.errors import UserError
@@ -22,8 +22,8 @@ from shared_data.errors import UserError
 if TYPE_CHECKING:
     from gpt_oss_lite.training.memory import Layout, MemoryEstimate, Setting
 
-LADDER = ("pretrain_150m.yaml", "pretrain_a100_502m.yaml", "pretrain_1_5b.yaml", "pretrain_7b.yaml")
-"""Recipes from the smallest to the largest."""
+LADDER = ("pretrain_150m", "pretrain_a100_502m", "pretrain_1_5b", "pretrain_7b")
+"""Shipped recipes from the smallest to the largest."""
 HEADROOM = 0.95
 """Share of a GPU's memory that an estimate may fill: it was 3 % off at worst, without the buffers of NCCL."""
 ABOUT_AS_FAST = 1.05
@@ -36,7 +36,8 @@ PARALLELISM: tuple[Literal["ddp", "fsdp"], ...] = ("ddp", "fsdp")
 class Proposal:
     """A recipe on a number of GPUs, with what it needs."""
 
-    config: str
+    recipe: str
+    """Its name, which `--config` takes."""
     parameters: int
     active_parameters: int
     tokens: int
@@ -75,43 +76,39 @@ def plan(
     network_gbit: Annotated[
         float, typer.Option(help="Network of a node in Gbit/s for each of its GPUs.")
     ] = Cluster.network_gbit,
-    configs: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the recipes.")] = Path("configs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Propose the largest shipped recipe whose tokens some GPUs train in a time, and how to lay it out."""
     for name, value in (("--hours", hours), ("--gpu-gb", gpu_gb), ("--network-gbit", network_gbit)):
         if not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value:g}: it must be finite and greater than 0")
     cluster = Cluster(gpus=gpus, gpu=gpu, gpu_gb=gpu_gb, gpus_per_node=gpus_per_node, network_gbit=network_gbit)
-    proposal = propose(cluster, hours, configs)
+    proposal = propose(cluster, hours)
     assumption = _assumption()
     if as_json:
-        print(json.dumps({**vars(proposal), "memory_gb": proposal.memory_gb, "assumption": assumption}, indent=2))
+        print_json({**vars(proposal), "memory_gb": proposal.memory_gb, "assumption": assumption})
         return
     for line in describe_proposal(proposal, cluster):
         print(line)
     print(f"\n{assumption}")
 
 
-def propose(cluster: Cluster, hours: float, configs: Path) -> Proposal:
+def propose(cluster: Cluster, hours: float) -> Proposal:
     """The largest recipe that trains in time, in the layout in which it is fastest.
 
     Raises:
-        UserError: none does, and the line says what the smallest one would take; or a recipe is not there.
+        UserError: none does; the line says what the smallest one would take.
     """
     too_slow: Proposal | None = None
     for name in reversed(LADDER):
-        path = configs / name
-        if not path.is_file():
-            raise UserError(f"{path}: no such recipe; --configs names the folder that holds {', '.join(LADDER)}")
-        found = list(layouts(load_recipe(path), str(path), cluster))
+        found = list(layouts(name, cluster))
         if in_time := [one for one in found if one.hours <= hours]:
             return simplest_of_the_fast(in_time)
         too_slow = min(found, key=lambda one: one.hours, default=too_slow)
     if too_slow is None:
         raise UserError(f"--gpu-gb is {cluster.gpu_gb:g}: no recipe of {', '.join(LADDER)} fits into that")
     raise UserError(
-        f"--hours is {hours:g}: the smallest recipe that fits, {too_slow.config}, takes about {too_slow.hours:.3g} h "
+        f"--hours is {hours:g}: the smallest recipe that fits, {too_slow.recipe}, takes about {too_slow.hours:.3g} h "
         f"on {count_of(too_slow.gpus, 'GPU')} of {cluster.gpus}"
     )
 
@@ -123,20 +120,21 @@ def simplest_of_the_fast(proposals: list[Proposal]) -> Proposal:
     return min(fast, key=lambda one: (one.gpus, PARALLELISM.index(one.parallelism)))
 
 
-def layouts(recipe: Recipe, config: str, cluster: Cluster) -> Iterator[Proposal]:
-    """A recipe in every layout that shares its step evenly between some of the GPUs and fits."""
+def layouts(name: str, cluster: Cluster) -> Iterator[Proposal]:
+    """A rung in every layout that shares its step evenly between some of the GPUs and fits."""
     from gpt_oss_lite.training.memory import Layout, fastest_that_fits, step_windows
 
+    recipe = load_recipe(shipped_recipes()[name])
     for ranks in usable_ranks(step_windows(recipe), cluster.gpus, cluster.gpus_per_node):
         for parallelism in PARALLELISM if ranks > 1 else PARALLELISM[:1]:
             layout = Layout(ranks, parallelism)
             found = fastest_that_fits(recipe, int(HEADROOM * cluster.gpu_gb * 1e9), layout)
             if found is not None:
-                yield _proposal(recipe, config, cluster, layout, *found)
+                yield _proposal(recipe, name, cluster, layout, *found)
 
 
 def _proposal(
-    recipe: Recipe, config: str, cluster: Cluster, layout: "Layout", setting: "Setting", estimate: "MemoryEstimate"
+    recipe: Recipe, name: str, cluster: Cluster, layout: "Layout", setting: "Setting", estimate: "MemoryEstimate"
 ) -> Proposal:
     from gpt_oss_lite.training.flops import mfu
     from gpt_oss_lite.training.memory import meta_model, step_windows
@@ -148,7 +146,7 @@ def _proposal(
     share = mfu(tokens_per_s / layout.ranks, recipe.model, seq_len, cluster.peak_flops)
     assert share is not None
     return Proposal(
-        config=config,
+        recipe=name,
         parameters=model.num_parameters(),
         active_parameters=model.num_active_parameters(),
         tokens=recipe.training.total_steps * windows * seq_len,
@@ -164,7 +162,7 @@ def _proposal(
         exposed_share=time.exposed / time.total,
         hours=recipe.training.total_steps * time.total / 3600,
         memory=estimate.items,
-        launch=launch_line(config, setting, layout, cluster),
+        launch=launch_line(name, setting, layout, cluster),
     )
 
 
@@ -177,7 +175,7 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
     share = "every block" if recomputed == 1 else f"one block in {recomputed}"
     blocks = "nothing recomputed" if recomputed is None else f"{share} recomputed"
     yield (
-        f"recipe     {proposal.config}: {proposal.parameters:,} parameters, {proposal.active_parameters:,} active per "
+        f"recipe     {proposal.recipe}: {proposal.parameters:,} parameters, {proposal.active_parameters:,} active per "
         f"token, {proposal.tokens:,} tokens"
     )
     yield f"layout     {proposal.layout}{idle} ({cluster.gpu})"
@@ -196,17 +194,18 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
     yield f"launch     {proposal.launch}"
 
 
-def launch_line(config: str, setting: "Setting", layout: "Layout", cluster: Cluster) -> str:
+def launch_line(name: str, setting: "Setting", layout: "Layout", cluster: Cluster) -> str:
     """The command that starts such a run; with several nodes, on each of them."""
     per_node = min(layout.ranks, cluster.gpus_per_node)
     nodes = layout.ranks // per_node
-    start = "python"
+    start = "gpt-oss-lite pretrain"
     if layout.ranks > 1:
         meeting = "--standalone"
         if nodes > 1:
             meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500" --rdzv-id "$JOB"'
         start = f"torchrun {meeting} --nproc-per-node {per_node} --max-restarts {MAX_RESTARTS}"
-    words = ["training/pretrain.py", "--config", config, "--out", f"runs/{Path(config).stem}", "--auto-resume"]
+        start += " -m gpt_oss_lite pretrain"
+    words = ["--config", name, "--out", f"runs/{name}", "--auto-resume"]
     parallelism = [f"training.parallelism={layout.parallelism}"] if layout.ranks > 1 else []
     for override in [*parallelism, *setting.overrides()]:
         words += ["--set", override]

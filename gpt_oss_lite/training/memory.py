@@ -28,10 +28,8 @@ FP32 = 4
 CUDA_RUNTIME_BYTES = 96 * 2**20
 
 
-# Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile;
-# and copies of a block's gradient: as it is made, and as it is sent.
+# Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile.
 GATHERED_BLOCKS = 2
-SENT_GRADIENTS = 2
 
 
 class Layout(NamedTuple):
@@ -190,7 +188,7 @@ def _estimate(
     hidden_gradient = tokens * config.d_model * compute
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
-    block_backward += state.sent_gradients * FP32
+    block_backward += FP32 * state.sent
     # The gradient of a shared-out embedding is whole until the end of the pass; otherwise it is among the gradients.
     head_gone = head_chunk + hidden_gradient + (0 if layout.sharded else head_weight_gradient)
     exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
@@ -254,8 +252,8 @@ class _StateElements(NamedTuple):
     """Of them, in one block."""
     gathered: int
     """Whole fp32 weights that it holds beside what it keeps."""
-    sent_gradients: int
-    """Whole fp32 gradients of a block that it holds beside what it keeps."""
+    sent: int
+    """Of gradients on their way to the ranks that keep them."""
 
 
 def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
@@ -265,7 +263,7 @@ def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
         momenta = counts.muon + counts.routed // layout.expert_ranks if counts.muon else 0
         return _StateElements(used, momenta, used, block, 0, 0)
     gathered = counts.outside + GATHERED_BLOCKS * block  # and no momenta: Muon takes whole matrices
-    return _StateElements(-(-used // layout.ranks), 0, used, block, gathered, SENT_GRADIENTS * block)
+    return _StateElements(-(-used // layout.ranks), 0, used, block, gathered, block)
 
 
 @lru_cache(maxsize=8)

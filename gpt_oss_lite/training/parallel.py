@@ -40,6 +40,8 @@ class Parallel:
     """Where an engine averages gradients over the ranks, and the step's gradient is their sum: the ranks; else 1."""
     sharded: bool = False
     """Whether a rank holds only a part of the parameters, of their gradients and moments."""
+    keeps_gradients: bool = False
+    """Whether gradients stay allocated between steps, as parts of the buckets that are exchanged."""
     after_evaluation: Callable[[], None] = lambda: None
     """To be called after a forward pass that no backward pass follows."""
     after_backward: Callable[[], None] = lambda: None
@@ -79,7 +81,7 @@ def share_model(
     forward = compiled(model.hidden_states)
     if ranks.size == 1:
         return Parallel(forward, nullcontext, 1)
-    # Gradients that are views of the buckets need no second copy of them.
+    # Gradients that are views of the buckets need no second copy of them; they stay so if they are zeroed, not dropped.
     wrapped, experts = _HiddenStates(model, forward), None
     if training.expert_parallel_size > 1:
         experts = ExpertGroup(ranks.size, training.expert_parallel_size, ranks.device.type)
@@ -88,10 +90,10 @@ def share_model(
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)
     replica = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
     if experts is None:
-        return Parallel(replica, replica.no_sync, ranks.size)
+        return Parallel(replica, replica.no_sync, ranks.size, keeps_gradients=True)
     return Parallel(
-        replica, replica.no_sync, ranks.size, sharded=True, norm=partial(experts.gradient_norm, model=model),
-        after_backward=partial(experts.average_gradients, model),
+        replica, replica.no_sync, ranks.size, sharded=True, keeps_gradients=True,
+        norm=partial(experts.gradient_norm, model=model), after_backward=partial(experts.average_gradients, model),
     )  # fmt: skip
 
 

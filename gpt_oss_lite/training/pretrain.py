@@ -196,7 +196,7 @@ def train_step(run: Run) -> StepFigures:
     else:
         run.optimizer.step()
     run.scheduler.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad(set_to_none=not run.parallel.keeps_gradients)
     state.step += 1
     run.throughput.count(run.windows_per_step * run.recipe.model.max_seq_len)
     return StepFigures(

@@ -4,6 +4,7 @@ and it goes on from its newest checkpoint."""
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,15 +17,11 @@ TIMEOUT_S = 20
 STEPS = 40
 
 
-def start(recipe, out, n_ranks=2):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}",
-        "--max-restarts=1", "training/pretrain.py", "--config", recipe, "--out", out, "--seed", "1", "--auto-resume",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment, cwd=tiny_run.ROOT
-    )
+def start(*words, cwd=tiny_run.ROOT):
+    """Start torchrun with some words."""
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny_run.ROOT)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
 
 
 def processes_by_rank(launcher):
@@ -48,7 +45,10 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
         tmp_path / "tiny.yaml", corpus, total_steps=STEPS, distributed_timeout_s=TIMEOUT_S, save_interval=5
     )
     run = tmp_path / "run"
-    launcher = start(recipe, run)
+    launcher = start(
+        "--standalone", "--nproc-per-node=2", "--max-restarts=1",
+        "training/pretrain.py", "--config", recipe, "--out", run, "--seed", 1, "--auto-resume",
+    )  # fmt: skip
     wait_for_checkpoint(launcher, run, 5)
     by_rank = processes_by_rank(launcher)
     by_rank[1].send_signal(how)
@@ -69,3 +69,20 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
     code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=clean, seed=1))
     assert code == 0, stderr
     assert [row["ce"] for row in rows] == pytest.approx([row["ce"] for row in tiny_run.rows(clean)], rel=1e-5)
+
+
+def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path):
+    corpus = tiny_run.make_corpus(tmp_path / "corpus")
+    recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, total_steps=3)
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+                  "--local-addr=127.0.0.1"]  # fmt: skip
+    words = ["-m", "gpt_oss_lite", "pretrain", "--config", recipe]
+    nodes = [start(*rendezvous, *words, cwd=tmp_path) for _ in range(2)]
+    outputs = [node.communicate(timeout=180)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "runs" / "tiny-001")] == [1, 2, 3]
+    assert sum("[ranks] 2, ddp" in output for output in outputs) == 1  # one rank speaks

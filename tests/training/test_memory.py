@@ -182,11 +182,12 @@ def test_sharded_state_is_a_share_beside_two_gathered_blocks_and_the_embedding()
     # What the passes multiply by and what they save is a rank's own.
     for name in ("weights in bf16 for the products", "saved activations (28 blocks)"):
         assert items[name] == whole[name]
-    # Two fp32 gradients of a block are alive when the head's chunk and hidden gradient are gone, and nothing is beyond
-    # the head without them.
+    # A block's fp32 gradient as it is made, as everywhere, and one on its way to its shards, which is alive when the
+    # head's chunk and hidden gradient are gone: without it nothing is beyond the head.
+    assert items["a block's gradients before they are added (fp32)"] == 4 * BLOCK_7B
     backward = items["backward pass of a block beyond the head's"]
     temporaries = 4096 * 2 * (2 * (2 * 1536 + 3 * 3072) + 3 * 3072 + 2 * 1536)
-    assert backward == 2 * 4 * BLOCK_7B + temporaries - 4096 * (128_256 + 1536) * 2
+    assert backward == 4 * BLOCK_7B + temporaries - 4096 * (128_256 + 1536) * 2
     assert "backward pass of a block beyond the head's" not in whole
 
 
