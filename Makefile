@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := data,fast,dedup,plot,demo,track,scale,remote,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test docs lint types unit clean
+.PHONY: help venv demo test docs lint types unit torture torture-data clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ unit: $(STAMP)  ## pytest
 
 torture: $(STAMP)  ## 100 kills, 10,000 fuzzed cases and every fault, in about half an hour
 	$(BIN)/python scripts/torture.py --kills 100 --fuzz 10000
+
+torture-data: $(STAMP)  ## the pipeline in every way, killed at 20 points and more, in about three minutes
+	$(BIN)/python scripts/torture_pipeline.py --kills 20
 
 clean:  ## remove caches (not .venv, data or runs)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -18,6 +18,7 @@ from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.report.commands import monitor, report
 from gpt_oss_lite.training import checkpoint_commands
 from gpt_oss_lite.training.doctor import doctor
+from gpt_oss_lite.training.ladder import plan
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.inspection import inspect
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(prepare)
 app.command()(verify)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.command()(report)
 app.command()(monitor)
@@ -150,18 +152,22 @@ def estimate(
     gpu_gb: Annotated[
         float | None, typer.Option(min=0, help="Find the fastest setting that fits in so many GB (10^9 bytes).")
     ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs that share a step, by training.parallelism.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a recipe's memory on a GPU, its parameters and operations, without building it."""
     from gpt_oss_lite.config import load_recipe
     from gpt_oss_lite.training.flops import flops_per_token
-    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, meta_model
+    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, layout_of, meta_model, step_windows
 
     recipe = load_recipe(config, overrides or ())
+    if step_windows(recipe) % ranks:
+        raise UserError(f"--ranks is {ranks}: it must divide the {step_windows(recipe)} windows of the recipe's step")
+    layout = layout_of(recipe.training, ranks)
     if gpu_gb is not None:
         if batch_size is not None or seq_len is not None:
             raise UserError("--gpu-gb chooses the micro-batch itself; it does not go with --batch-size or --seq-len")
-        found = fastest_that_fits(recipe, int(gpu_gb * 1e9))
+        found = fastest_that_fits(recipe, int(gpu_gb * 1e9), layout)
         if found is None:
             raise UserError(f"--gpu-gb is {gpu_gb:g}: nothing fits; a smaller model.max_seq_len or model needs less")
         setting, fitting = found
@@ -171,7 +177,7 @@ def estimate(
         print(" ".join(f"--set {word}" for word in setting.overrides()))
         print(fitting.table())
         return
-    result = estimate_recipe(recipe, batch_size, seq_len)
+    result = estimate_recipe(recipe, batch_size, seq_len, layout=layout)
     model = meta_model(recipe.model)
     total, active = model.num_parameters(), model.num_active_parameters()
     flops = flops_per_token(recipe.model, seq_len or recipe.model.max_seq_len)

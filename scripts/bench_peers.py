@@ -9,6 +9,7 @@ card's own ceilings. All but the ceilings train on random tokens, 131,072 a step
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,7 +158,10 @@ def run_one(name: str) -> dict[str, Any]:
         command = [sys.executable, __file__, "--worker", name]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
-        return {"error": (finished.stderr.strip().splitlines() or ["no output"])[-1]}
+        lines = finished.stderr.strip().splitlines() or ["no output"]
+        # Compilers say what went wrong somewhere above their last words.
+        telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported)\b", line)] or lines
+        return {"error": telling[-1][:300]}
     return dict(json.loads(finished.stdout[finished.stdout.index("{") :]))
 
 

@@ -1,10 +1,11 @@
-"""Speed and memory of cleaning, tokenizing and packing on real text, beside tiktoken, tokenizers and datatrove.
+"""Speed and memory of cleaning, tokenizing, packing and loading on real text, beside tiktoken, tokenizers, datatrove.
 
-    python scripts/bench_pipeline.py --make-corpus /tmp/bench          # once: fetches Debian's documentation, 180 MB
+    python scripts/bench_pipeline.py --make-corpus bench          # once: fetches Debian's documentation, 230 MB
     python scripts/bench_pipeline.py --corpus bench/web.jsonl [--megabytes 50 200] [--datatrove PYTHON] [--json]
 
-Every figure is per core of one process, over the bytes of text that go in; ratios are of figures of one run. For the
-comparison with datatrove make an environment of its own:
+Figures are over the bytes of text that go in, medians of --repeats runs that take turns; ratios are of figures of one
+run of this command. `per core` divides by seconds of processor time. The start of the stages' processes is measured on
+a crumb of text and taken off where that is said. For the comparison with datatrove make an environment of its own:
 
     python3 -m venv dt && dt/bin/pip install 'datatrove[processing,io]==0.10.1' spacy
 """
@@ -13,6 +14,8 @@ import argparse
 import json
 import os
 import random
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,9 +38,13 @@ from shared_data.tokenizer import load_tokenizer  # noqa: E402
 
 PACKAGES = (
     "rust-doc", "petsc3.18-doc", "python3.11-doc", "python-scipy-doc", "python-sympy-doc", "python-django-doc",
-    "python-pandas-doc", "python-sklearn-doc",
+    "python-pandas-doc", "python-sklearn-doc", "linux-doc-6.1", "cppreference-doc-en-html",
 )  # fmt: skip
 MEGABYTE = 1_000_000
+CRUMB_MEGABYTES = 0.1
+CRUMB_CONFIG = {"pipeline": {"task_bytes": 5_000}, "shard_size_tokens": 1_000, "pack": {"long_context": {"share": 0}}}
+CHAIN = ("clean", "tokenize", "pack_shards")
+WINDOW = 4096
 
 
 def make_corpus(folder: Path) -> Path:
@@ -148,21 +155,83 @@ def bench_stages(corpus: Path, n_bytes: int, folder: Path, workers: int) -> dict
     source = {"id": "web", "weight": 1.0, "files": [str(corpus)], "rules": "web"}
     (folder / "mixture.yaml").write_text(yaml.safe_dump({"name": "bench", "on_shortage": "stop", "sources": [source]}))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found: dict[str, Any] = {}
-    for stage in ("download_raw", "clean", "tokenize", "pack_shards"):
+    found: dict[str, Any] = {"megabytes": n_bytes / MEGABYTE}
+    for stage in ("download_raw", *CHAIN):
         command = [sys.executable, "-m", f"shared_data.scripts.{stage}", "--mixture", str(folder / "mixture.yaml"),
-                   "--data-root", str(folder / "data"), "--workers", str(workers)]  # fmt: skip
+                   "--data-config", str(folder / "data_config.yaml"), "--data-root", str(folder / "data"),
+                   "--workers", str(workers)]  # fmt: skip
         wall, cpu, rss = run_measured(command, environment)
-        found[stage] = {"seconds": wall, "cpu_seconds": cpu, "rss_mb": rss, "mb_per_s": n_bytes / MEGABYTE / wall}
-    ours = [found[stage] for stage in ("clean", "tokenize", "pack_shards")]
+        found[stage] = {"seconds": wall, "cpu_seconds": cpu, "rss_mb": rss}
     for key in ("seconds", "cpu_seconds"):
-        found[key] = sum(own[key] for own in ours)
-    found["mb_per_s"] = n_bytes / MEGABYTE / found["seconds"]
-    found["mb_per_cpu_s"] = n_bytes / MEGABYTE / found["cpu_seconds"]
-    found["rss_mb"] = max(own["rss_mb"] for own in ours)
+        found[key] = sum(found[stage][key] for stage in CHAIN)
+    found["rss_mb"] = max(found[stage]["rss_mb"] for stage in CHAIN)
     report = json.loads((folder / "data" / "state" / "reports" / "clean.json").read_text())["sources"]["web"]
     found["documents"] = {key: report[key] for key in ("read", "kept", "dropped")}
     return found
+
+
+def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Some runs of one measurement as one: medians of times, the largest of memory."""
+    found = {**runs[0], "rss_mb": max(run["rss_mb"] for run in runs)}
+    for key in ("seconds", "cpu_seconds"):
+        found[key] = statistics.median(run[key] for run in runs)
+    for stage in CHAIN:
+        found[stage] = {key: statistics.median(run[stage][key] for run in runs) for key in runs[0][stage]}
+    return found
+
+
+def bench_chain(corpus: Path, sizes: list[float], repeats: int, folder: Path) -> dict[str, Any]:
+    """The stages on the sizes by one worker, and on the largest by two; their start, taken off, is that on a crumb."""
+    sized = {f"{megabytes:g} MB, 1 worker": (megabytes, 1) for megabytes in sizes}
+    cases = {"start 1": (CRUMB_MEGABYTES, 1), "start 2": (CRUMB_MEGABYTES, 2), **sized}
+    cases[f"{sizes[-1]:g} MB, 2 workers"] = (sizes[-1], 2)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for repeat in range(repeats):
+        for number, (name, (megabytes, workers)) in enumerate(cases.items()):
+            own = folder / f"{number}-{repeat}"
+            own.mkdir()
+            n_bytes = cut_corpus(corpus, megabytes, own / "in.jsonl")
+            # A crumb is cut too, so that two workers start for it.
+            config = CRUMB_CONFIG if megabytes == CRUMB_MEGABYTES else {}
+            (own / "data_config.yaml").write_text(yaml.safe_dump({"seed": 42, **config}))
+            runs[name].append(bench_stages(own / "in.jsonl", n_bytes, own, workers))
+            if repeat < repeats - 1 or megabytes != sizes[-1]:
+                shutil.rmtree(own)
+    found = {name: median_of(own) for name, own in runs.items()}
+    starts = {workers: found.pop(f"start {workers}") for workers in (1, 2)}
+    for name, own in found.items():
+        start = starts[cases[name][1]]
+        own["start"] = {key: start[key] for key in ("seconds", "cpu_seconds")}
+        for stage in CHAIN:
+            own[stage]["start_cpu_seconds"] = start[stage]["cpu_seconds"]
+        own["mb_per_s"] = own["megabytes"] / (own["seconds"] - start["seconds"])
+        own["mb_per_cpu_s"] = own["megabytes"] / (own["cpu_seconds"] - start["cpu_seconds"])
+        own["mb_per_cpu_s_with_start"] = own["megabytes"] / own["cpu_seconds"]
+    return found
+
+
+def bench_loader(folder: Path) -> dict[str, float]:
+    """Tokens per second of one process that reads windows of a packed corpus in a run's random order."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from gpt_oss_lite.training.data_order import MicroBatchSampler
+    from gpt_oss_lite.training.dataset import PretrainDataset
+
+    torch.set_num_threads(1)
+    dataset = PretrainDataset(folder, WINDOW, 128_256)
+    loader = iter(DataLoader(dataset, batch_sampler=MicroBatchSampler(dataset.order(1), 0, 8), num_workers=0))
+    next(loader)
+    steps = 2 * len(dataset) // 8
+    started, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        next(loader)
+    tokens = steps * 8 * WINDOW
+    return {
+        "corpus_tokens": dataset.total_tokens,
+        "tokens_per_s": tokens / (time.perf_counter() - started),
+        "tokens_per_cpu_s": tokens / (time.process_time() - cpu),
+    }
 
 
 def bench_datatrove(python: str, corpus: Path, n_bytes: int, folder: Path, words: str) -> dict[str, Any]:
@@ -189,49 +258,61 @@ def bench_datatrove(python: str, corpus: Path, n_bytes: int, folder: Path, words
     return found
 
 
-def bench(corpus: Path, sizes: list[float], datatrove: str | None, datatrove_megabytes: float) -> dict[str, Any]:
+def bench(corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All measurements."""
-    found: dict[str, Any] = {"encoders": bench_encoders(corpus), "rules": bench_rules(corpus), "pipeline": {}}
-    with tempfile.TemporaryDirectory() as name:
+    found: dict[str, Any] = {"encoders": bench_encoders(corpus), "rules": bench_rules(corpus)}
+    with tempfile.TemporaryDirectory(dir=options.scratch) as name:
         folder = Path(name)
-        for megabytes in sizes:
-            for workers in (1, 2) if megabytes == sizes[-1] else (1,):
-                own = folder / f"{megabytes:g}-{workers}"
-                own.mkdir()
-                n_bytes = cut_corpus(corpus, megabytes, own / "in.jsonl")
-                found["pipeline"][f"{megabytes:g} MB, {workers} worker(s)"] = bench_stages(
-                    own / "in.jsonl", n_bytes, own, workers
-                )
-        if datatrove:
-            n_bytes = cut_corpus(corpus, datatrove_megabytes, folder / "few.jsonl")
-            ours = folder / "few"
-            ours.mkdir()
-            found["pipeline"]["as datatrove"] = bench_stages(folder / "few.jsonl", n_bytes, ours, 1)
-            for words in ("spacy", "white_space"):
-                found[f"datatrove, {words}"] = bench_datatrove(datatrove, folder / "few.jsonl", n_bytes, folder, words)
+        found["chain"] = bench_chain(corpus, options.megabytes, options.repeats, folder)
+        [packed, *_] = sorted(folder.glob("*/data/pretrain_chinchilla"))
+        found["loader"] = bench_loader(packed)
+        if options.datatrove:
+            few = folder / "few.jsonl"
+            n_bytes = cut_corpus(corpus, options.datatrove_megabytes, few)
+            (folder / "few").mkdir()
+            found["as datatrove"] = bench_chain(few, [options.datatrove_megabytes], options.repeats, folder / "few")
+            found["datatrove"] = {
+                words: bench_datatrove(options.datatrove, few, n_bytes, folder, words)
+                for words in ("spacy", "white_space")
+            }
     return found
 
 
 def show(found: dict[str, Any]) -> None:
-    """The measurements as lines of text."""
-    for name, value in found["encoders"].items():
-        print(f"encoding, {name}: {value:.1f} MB/s")
-    for name, value in found["rules"].items():
-        print(f"{name}: {value:.1f} MB/s")
-    for name, own in found["pipeline"].items():
-        stages = ", ".join(f"{stage} {own[stage]['seconds']:.1f}" for stage in ("clean", "tokenize", "pack_shards"))
-        print(
-            f"pipeline, {name}: {own['mb_per_s']:.1f} MB/s ({own['mb_per_cpu_s']:.1f} per second of processor time), "
-            f"{own['rss_mb']:.0f} MB resident; seconds: {stages}; kept {own['documents']['kept']} of "
-            f"{own['documents']['read']} documents"
-        )
-    ours = found["pipeline"].get("as datatrove")
-    for name, own in found.items():
-        if name.startswith("datatrove"):
+    """The measurements as tables of Markdown."""
+    print("| alone, one core | MB/s |\n|---|---|")
+    for kind in ("encoders", "rules"):
+        for name, value in found[kind].items():
+            print(f"| {name} | {value:.1f} |")
+    columns = ("clean, tokenize, pack", "MB of text", "MB/s per core", "with the start of 3 processes",
+               "seconds by the clock", "peak RSS", "of the core's time: clean, tokenize, pack")  # fmt: skip
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name, own in found["chain"].items():
+        parts = [own[stage]["cpu_seconds"] - own[stage]["start_cpu_seconds"] for stage in CHAIN]
+        shares = ", ".join(f"{part / sum(parts):.0%}" for part in parts)
+        clock = own["seconds"] - own["start"]["seconds"]
+        print(f"| {name} | {own['megabytes']:.1f} | {own['mb_per_cpu_s']:.1f} | {own['mb_per_cpu_s_with_start']:.1f} "
+              f"| {clock:.1f} | {own['rss_mb']:.0f} MB | {shares} |")  # fmt: skip
+    *_, one, two = found["chain"].values()
+    with_start = one["seconds"] / two["seconds"]
+    print(f"\n1 -> 2 workers: {two['mb_per_s'] / one['mb_per_s']:.2f}x by the clock ({with_start:.2f}x with the start)")
+    first, *_ = found["chain"].values()
+    growth = one["rss_mb"] / first["rss_mb"]
+    print(f"peak RSS, {first['megabytes']:.0f} MB -> {one['megabytes']:.0f} MB: {growth:.3f}x")
+    documents = one["documents"]
+    print(f"documents: kept {documents['kept']:,} of {documents['read']:,}; dropped: {documents['dropped']}")
+    loader = found["loader"]
+    clock, core = loader["tokens_per_s"] / 1e6, loader["tokens_per_cpu_s"] / 1e6
+    size = f"{loader['corpus_tokens']:,} tokens"
+    print(f"loader, random order, one process: {clock:.0f} M tokens/s by the clock, {core:.0f} per core ({size})")
+    if "datatrove" in found:
+        ours, _ = found["as datatrove"].values()
+        print(f"\n| {ours['megabytes']:.0f} MB, rules and tokens | MB/s per core | peak RSS | we are faster by |")
+        print("|---|---|---|---|")
+        for name, own in found["datatrove"].items():
             ratio = ours["mb_per_cpu_s"] / own["mb_per_cpu_s"]
-            print(
-                f"{name}: {own['mb_per_s']:.2f} MB/s, {own['rss_mb']:.0f} MB resident; we are {ratio:.1f} times as fast"
-            )
+            print(f"| datatrove 0.10.1, {name} | {own['mb_per_cpu_s']:.2f} | {own['rss_mb']:.0f} MB | {ratio:.1f}x |")
+        print(f"| ours, with duplicates and packing | {ours['mb_per_cpu_s']:.1f} | {ours['rss_mb']:.0f} MB | |")
 
 
 def main() -> None:
@@ -240,13 +321,15 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="JSON lines with id and text")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[50, 200], help="sizes of the pipeline's input")
     parser.add_argument("--datatrove", metavar="PYTHON", help="interpreter of an environment with datatrove")
-    parser.add_argument("--datatrove-megabytes", type=float, default=10, help="size of the input for the comparison")
+    parser.add_argument("--datatrove-megabytes", type=float, default=30, help="size of the input for the comparison")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of the stages, of which the medians count")
+    parser.add_argument("--scratch", type=Path, help="folder for what is written meanwhile, some 2 GB")
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     options = parser.parse_args()
     if options.make_corpus:
         print(make_corpus(options.make_corpus))
     elif options.corpus:
-        found = bench(options.corpus, options.megabytes, options.datatrove, options.datatrove_megabytes)
+        found = bench(options.corpus, options)
         print(json.dumps(found, indent=2)) if options.json else show(found)
     else:
         parser.error("give --corpus, or --make-corpus once")

@@ -32,7 +32,12 @@ from shared_data.errors import UserError
 from shared_data.files import write_atomic
 from shared_data.manifest import Manifest
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="The experiments of docs/learning.md.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 HERE = Path(__file__).resolve().parent
 KEPT_COLUMNS = ("step", "tokens", "ce", "aux", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "epoch")
 JOBS = {"parity": 2, "ablations": 4}
@@ -80,8 +85,11 @@ class Bench:
         try:
             result = self._run(experiment)
         except subprocess.CalledProcessError as failure:
-            lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines() or ["no output"]
-            result = {"error": f"exit code {failure.returncode}: " + " | ".join(lines[-3:])}
+            lines = self._log(experiment.name).read_text(errors="replace").strip().splitlines()
+            said = [line for line in lines if not line.startswith("$ ")] or ["no output"]
+            result = {"error": f"exit code {failure.returncode}: " + " | ".join(said[-3:])}
+        except (OSError, ValueError, KeyError, IndexError) as error:  # the others still have their turn
+            result = {"error": f"{type(error).__name__}: {error}"}
         result.update(name=experiment.name, group=experiment.group, seed=experiment.seed,
                       sets={key: str(value) for key, value in experiment.sets.items()},
                       seconds=time.monotonic() - started)  # fmt: skip
@@ -246,7 +254,9 @@ def chosen_of(plan: Plan, only: str) -> list[Experiment]:
 
 @app.command()
 def tables(
-    results: Annotated[Path, typer.Option(metavar="FILE", help="results.json of a run.", show_default=False)],
+    results: Annotated[
+        Path, typer.Option(metavar="PATH", help="results.json, or the folder that a run wrote to.", show_default=False)
+    ],
     page: Annotated[Path, typer.Option(metavar="FILE", help="Page whose marked parts are written.")] = Path(
         "docs/learning.md"
     ),
@@ -254,7 +264,8 @@ def tables(
     """Write tables and pictures of results into the page."""
     from learning_tables import write_page
 
-    print("\n".join(map(str, write_page(json.loads(results.read_bytes()), page))))
+    path = gather(results) if results.is_dir() else results
+    print("\n".join(map(str, write_page(json.loads(path.read_bytes()), page))))
 
 
 if __name__ == "__main__":

@@ -161,11 +161,16 @@ SOURCES: dict[str, tuple[Callable[[Path], Pieces], int, int, str | None]] = {
     "tools": (tools, 60, 60, None),
     "prose": (prose, 60, 60, None),
     "code-python": (code_python, 90, 30, "code"),
-    "code-c": (code_c, 60, 25, "code"),
+    "code-c": (code_c, 60, 22, "code"),
 }
 """Source -> (its documents, most MB of text read, and most kept after cleaning, the pipeline's quality rules)."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Make the text of docs/learning.md.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where the packages are unpacked.", show_default=False)]
 
 

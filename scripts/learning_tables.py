@@ -18,8 +18,6 @@ from shared_data.files import atomic_writer, write_atomic
 
 Results = Mapping[str, Any]
 SMOOTHED_STEPS = 20
-SETTLED_STEP = 10
-"""Before it the losses of all models are those of their start."""
 
 
 def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
@@ -46,6 +44,11 @@ def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
             written.append(pictures / name)
     write_atomic(page, text)
     return [page, *written]
+
+
+def image(name: str, about: str) -> str:
+    """A picture of the page."""
+    return f"![{about}](learning/{name})"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -95,8 +98,8 @@ def parity(results: Results) -> list[str]:
         rows.append([name, *ends, *held_out, f"{bits:.4f}"])
     lines = table(["", "loss, seed 0", "seed 1", "held out, seed 0", "seed 1", "bits per byte"], rows)
     by_seed = [[losses(results[f"{key}-{seed}"]) for key in ("transformers", "gpt-oss")] for seed in (0, 1)]
-    apart = [np.abs(smoothed(theirs) - smoothed(ours))[SETTLED_STEP:] for theirs, ours in by_seed]
-    spread = np.abs(smoothed(by_seed[0][0]) - smoothed(by_seed[1][0]))[SETTLED_STEP:]
+    apart = [np.abs(smoothed(theirs) - smoothed(ours)) for theirs, ours in by_seed]
+    spread = np.abs(smoothed(by_seed[0][0]) - smoothed(by_seed[1][0]))
     final = [
         abs(results[f"transformers-{s}"]["final"]["loss"] - results[f"gpt-oss-{s}"]["final"]["loss"]) for s in (0, 1)
     ]
@@ -107,7 +110,7 @@ def parity(results: Results) -> list[str]:
         f"at most; two seeds of transformers' model {spread.mean():.4f} and {spread.max():.4f}. Held out they differ "
         f"by {final[0]:.4f} and {final[1]:.4f}, two seeds by {seeds:.4f}."
     )
-    return [*lines, "", said]
+    return [*lines, "", said, "", image("parity.svg", "training loss of the three models")]
 
 
 def draw_parity(results: Results, path: Path) -> None:
@@ -153,7 +156,7 @@ def real(results: Results) -> list[str]:
         f"{imbalance.max():.2f} times its share (aimed for: at most 1.5), {imbalance.mean():.2f} in the mean over "
         f"layers. Steps skipped: {result['skips']}."
     )
-    return [*lines, "", said]
+    return [*lines, "", said, "", image("real.svg", "training and held-out loss")]
 
 
 def draw_real(results: Results, path: Path) -> None:
@@ -263,7 +266,8 @@ def long_passkeys(results: Results) -> list[str]:
             own = [cell for cell in cells if cell.length == length]
             shares.append(f"{sum(c.found for c in own)} of {sum(c.trials for c in own)}" if own else "-")
         rows.append([LONG[name], *shares])
-    return table(["passkeys found", *(f"{length:,}" for length in lengths)], rows)
+    lines = table(["passkeys found", *(f"{length:,}" for length in lengths)], rows)
+    return [*lines, "", *(image(picture_of(name), f"passkeys by length and depth: {LONG[name]}") for name in done)]
 
 
 def long_positions(results: Results) -> list[str]:
@@ -273,6 +277,11 @@ def long_positions(results: Results) -> list[str]:
     rows = [[f"{start:,} to {stop:,}", *(f"{spans_of[index]['loss']:.4f}" for spans_of in done.values())]
             for index, (start, stop) in enumerate(spans)]  # fmt: skip
     return table(["position", *(LONG[name] for name in done)], rows)
+
+
+def picture_of(name: str) -> str:
+    """File of an experiment's heat map."""
+    return f"passkeys-{name.removeprefix('long-')}.svg"
 
 
 def draw_passkeys(name: str, title: str) -> Callable[[Results, Path], None]:
@@ -333,6 +342,6 @@ PARTS: dict[str, tuple[Callable[[Results], list[str]], Callable[[Results], bool]
 PICTURES: dict[str, tuple[Callable[[Results, Path], None], Callable[[Results], bool]]] = {
     "parity.svg": (draw_parity, has(*SIX)),
     "real.svg": (draw_real, has("real")),
-    **{f"passkeys-{name.removeprefix('long-')}.svg": (draw_passkeys(name, title), has(name, answer="passkey_lengths"))
+    **{picture_of(name): (draw_passkeys(name, title), has(name, answer="passkey_lengths"))
        for name, title in LONG.items()},
 }  # fmt: skip

@@ -62,10 +62,11 @@ class PlainMoE(nn.Module):
             probs = (x.float() @ self.router.weight.t()).softmax(-1)
             top, experts = probs.topk(self.top_k, dim=-1)
             weights = top / top.sum(-1, keepdim=True)
-            load = F.one_hot(experts, self.n_experts).sum((0, 1)) / experts.numel()
+            slots = (experts.flatten()[:, None] == torch.arange(self.n_experts, device=x.device)).sum(0)
+            load = slots / experts.numel()
             aux = self.n_experts * (load * probs.mean(0)).sum()
         order = experts.flatten().argsort(stable=True)
-        ends = F.one_hot(experts.flatten(), self.n_experts).sum(0).cumsum(0).to(torch.int32)
+        ends = slots.cumsum(0).to(torch.int32)
         gate, up = torch._grouped_mm(x[order // self.top_k], self.gate_up.to(x.dtype), offs=ends).chunk(2, dim=-1)
         rows = torch._grouped_mm(F.silu(gate) * up, self.down.to(x.dtype), offs=ends)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -88,8 +89,8 @@ class PlainBuild(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(size, eps=config.norm_eps) for size in [*sizes, *sizes, config.d_model])
         self.rotary = RotaryEmbedding(config)
 
-    def masks(self, seq_len: int, device: torch.device) -> list[Any]:
-        """One block mask per layer."""
+    def masks(self, seq_len: int, device: torch.device) -> tuple[Any, Any]:
+        """Block masks of the even, windowed layers and of the odd ones."""
         window = self.window or seq_len
 
         def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -98,14 +99,14 @@ class PlainBuild(nn.Module):
         def windowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (q - k < window)
 
-        made = [create_block_mask(f, None, None, seq_len, seq_len, device=device) for f in (windowed, full)]
-        return [made[layer % 2] for layer in range(self.n_layers)]
+        one, other = (create_block_mask(f, None, None, seq_len, seq_len, device=device) for f in (windowed, full))
+        return one, other
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, masks: list[Any]) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, masks: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
         x = self.embed(ids).to(torch.bfloat16)
         auxes = []
         for layer, (attention, experts) in enumerate(zip(self.attention, self.experts, strict=True)):
-            x = x + attention(self.norm(2 * layer, x), cos, sin, masks[layer])
+            x = x + attention(self.norm(2 * layer, x), cos, sin, masks[layer % 2])
             fed, aux = experts(self.norm(2 * layer + 1, x))
             x = x + fed
             auxes.append(aux)

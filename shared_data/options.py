@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -178,7 +178,9 @@ def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_jso
     array = context.workers.task_count > 1
     with context.layout.locked(shared=array), TurnLock(context.layout.state) if array else nullcontext() as turn:
         try:
-            report = run(replace(context, workers=replace(context.workers, turn=turn)))
+            # What libraries print meanwhile (Ray does, of a worker that died) is no part of the result.
+            with redirect_stdout(sys.stderr):
+                report = run(replace(context, workers=replace(context.workers, turn=turn)))
         except OthersNotDone as waiting:
             say(str(waiting))
             return EXIT_OTHERS_NOT_DONE

@@ -6,7 +6,7 @@ Licence) and is read from where that package lies, without importing it. The spl
 tokens and the two cuts of long text are those of `llama_models/llama3/api/tokenizer.py`, so that ids equal Meta's.
 """
 
-import base64
+import binascii
 import functools
 import hashlib
 import importlib.util
@@ -159,8 +159,9 @@ def read_ranks(path: Path, expected_sha256: str | None) -> dict[bytes, int]:
     if expected_sha256 is not None and digest != expected_sha256:
         raise UserError(f"{path}: SHA-256 is {digest}, but the LLaMA-3 rank file has {expected_sha256}")
     try:
-        pairs = [line.split() for line in content.splitlines() if line]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        words = content.split()  # in one go: this is half of the time that a process takes to begin
+        decode = functools.partial(binascii.a2b_base64, strict_mode=True)
+        return dict(zip(map(decode, words[::2]), map(int, words[1::2]), strict=True))
     except ValueError as error:
         raise UserError(f"{path}: not a tiktoken rank file ({error})") from None
 

@@ -51,6 +51,18 @@ def write_text_corpus(folder: Path, n_texts: int = 60, mixture: str = "tiny") ->
     return folder
 
 
+def write_stock_model(folder: Path) -> None:
+    """A stock gpt_oss model in the size of a test, under the full vocabulary, as transformers saves it."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=128256, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=None,
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(folder)
+
+
 def write_recipe(path: Path, corpus: Path, **training: object) -> Path:
     """The small recipe as a file."""
     return tiny_run.write_recipe(path, corpus, model=MODEL_SETTINGS, **{**TRAINING_SETTINGS, **training})

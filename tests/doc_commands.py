@@ -5,6 +5,7 @@ A fenced block has one of five languages. `bash`: each line is a command. `conso
 cannot run here stands in NOT_RUN word by word, with the reason; its options are looked up all the same.
 """
 
+import importlib
 import re
 import shlex
 import shutil
@@ -50,17 +51,41 @@ SMALLER: dict[str, list[str]] = {
 STEPS = {"210": "2", "240": "4"}
 
 # Commands whose answer is an exit code: 1 where two checkpoints differ.
-EXIT_CODES = {"gpt-oss-lite checkpoints diff": 1}
+EXIT_CODES = {"gpt-oss-lite checkpoints diff runs/demo 210 240": 1}
 
 # What cannot run here, word by word, and why.
 _INSTALLS = "installs from the network; its extras are looked up"
+_TORCHRUN = "torchrun --standalone --nproc-per-node 8"
+_RANKS = "wants eight GPUs; tests/training has runs of two and more ranks on the CPU"
+_PODMAN = "podman run --rm --device nvidia.com/gpu=all"
+_LEARNING = "minutes of a GPU; test_learning.py has the comparison in miniature"
+_LEARN_DATA = ".bench/learn-data/pretrain_chinchilla"
 NOT_RUN: dict[str, str] = {
+    "python scripts/learning_corpus.py fetch --folder /tmp/debian-docs": "downloads packages of 330 MB",
+    "python scripts/learning_corpus.py make --folder /tmp/debian-docs --out .bench/learn": "reads what fetch brings",
+    "gpt-oss-lite prepare --mixture .bench/learn/mixture.yaml --data-config .bench/learn/data_config.yaml "
+    "--data-root .bench/learn-data": "reads what fetch brings",
+    "gpt-oss-lite prepare --mixture .bench/learn/mixture.yaml --data-config .bench/learn/long_config.yaml "
+    "--data-root .bench/learn-long": "reads what fetch brings",
+    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only parity": _LEARNING,
+    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only real": _LEARNING,
+    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only ablations": _LEARNING,
+    f"python scripts/learning.py run --data {_LEARN_DATA} --long-data .bench/learn-long/pretrain_chinchilla "
+    "--out .bench/learning --only real,long": _LEARNING,
     "pip install 'gpt-oss-lite[track]'": _INSTALLS,
+    "podman build --tag gpt-oss-lite .": "wants a builder and the base image; test_delivery.py reads the Containerfile",
+    f'{_PODMAN} --volume "$PWD/work:/work" gpt-oss-lite pretrain --config quickstart': "wants the image of that line",
     "lm_eval --model hf --model_args pretrained=hf-demo,trust_remote_code=True --tasks hellaswag,arc_easy "
     "--batch_size 8": "downloads its tasks; test_lm_eval.py runs the harness on local ones",
+    "python scripts/torture_pipeline.py --kills 20": "minutes of kills; test_kills.py has some of each",
     "python scripts/bench_pipeline.py --make-corpus bench": "downloads packages of 180 MB",
     "python scripts/bench_pipeline.py --corpus bench/web.jsonl --datatrove dt/bin/python": "wants the corpus of the "
     "line above and an environment with datatrove",
+    f"{_TORCHRUN} training/pretrain.py --config configs/pretrain_h200_502m.yaml --auto-resume": _RANKS,
+    f"{_TORCHRUN} -m gpt_oss_lite pretrain --config configs/pretrain_h200_502m.yaml": _RANKS,
+    "python scripts/bench_scaling.py --ranks 2 --at-least 1.93": "wants two GPUs; test_scripts.py runs it on the CPU",
+    "torchrun --standalone --nproc-per-node 8 --max-restarts 3 training/pretrain.py --config configs/pretrain_1_5b.yaml"
+    " --out runs/1_5b --seed 0 --auto-resume": "wants eight GPUs; test_scaling_page.py parses it",
     """for round in 1 2 3 4 5 6 7; do
   previous=$(sbatch --parsable ${previous:+--dependency=afterok:$previous} --array=0-63 --wrap \\
     'gpt-oss-lite prepare --workers 8 --task-index $SLURM_ARRAY_TASK_ID --task-count 64')
@@ -119,26 +144,37 @@ def inline_commands(page: Path) -> list[str]:
 def unknown_parts(command: str) -> Iterator[str]:
     """What a command names that is not there: a subcommand, an option, a script, a target, an extra."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
-    for target in re.findall(r"\bmake ([a-z]+)\b", command):
+    for target in re.findall(r"(?:^|[:;&$] ?)make ([a-z][a-z-]*)", command):
         if not re.search(rf"^{target}:", makefile, re.MULTILINE):
             yield f"make {target}"
     for extras in re.findall(r"gpt-oss-lite\[([\w,-]+)\]", command):
         yield from (f"extra {name}" for name in extras.split(",") if not re.search(rf"^{name} = \[", project, re.M))
-    for script in re.findall(r"\bpython (\S+\.py)", command):
-        if not (ROOT / script).exists():
-            yield script
-    for words in re.findall(r"\bgpt-oss-lite ((?!\[)[^|;&'\n]+)", command):
-        yield from _unknown_words(words.split())
+    for script, words in re.findall(r"\b((?:scripts|training|data)/\w+\.py)([^|;&>\n]*)", command):
+        yield from _unknown_to_script(script, words.split())
+    for words in re.findall(r"\b(?:gpt-oss-lite|-m gpt_oss_lite) ((?![\[.])[^|;&>'\n]+)", command):
+        yield from _unknown_words(app, words.split())
 
 
-def _unknown_words(words: list[str]) -> Iterator[str]:
-    command = typer.main.get_command(app)
+def _unknown_to_script(script: str, words: list[str]) -> Iterator[str]:
+    path = ROOT / script
+    if not path.exists():
+        yield script
+    elif script in ("training/pretrain.py", "data/prepare_data.py"):
+        yield from _unknown_words(app, [{"pretrain": "pretrain", "prepare_data": "prepare"}[path.stem], *words])
+    elif (module := importlib.import_module(path.stem)) and hasattr(module, "app"):
+        yield from _unknown_words(module.app, words)
+    else:
+        yield from (word for word in words if word.startswith("--") and f'"{word}"' not in path.read_text())
+
+
+def _unknown_words(application: typer.Typer, words: list[str]) -> Iterator[str]:
+    command = typer.main.get_command(application)
     while words and getattr(command, "commands", None) and not words[0].startswith("-"):
         word = words.pop(0)
         if word == "COMMAND":
             return
         if word not in command.commands:
-            yield f"gpt-oss-lite ... {word}"
+            yield f"no command {word}"
             return
         command = command.commands[word]
     known = {option for parameter in command.params for option in parameter.opts} | {"--help", "--debug"}
@@ -172,14 +208,13 @@ class Scene:
         shutil.copytree(self.folder / "runs/demo", self.folder / "runs/other")
 
     def add_stock_model(self) -> None:
-        """A stock gpt_oss folder, as another program would have left it."""
-        stock = "--set model.n_shared_experts=0 --set model.expert_activation=clamped_swiglu"
-        self.run(f"gpt-oss-lite pretrain --config configs/quickstart.yaml --out runs/stock --seed 0 {stock}")
-        self.run("gpt-oss-lite export --checkpoint runs/stock --out stock-gpt-oss")
+        """A stock gpt_oss folder, as transformers saves it."""
+        command_line.write_stock_model(self.folder / "stock-gpt-oss")
 
     def run(self, command: str) -> str:
         """Run a command as printed, or made small; its standard output, which `> FILE` also writes."""
         words = [STEPS.get(word, word) for word in in_words(command)]
+        assert words[0] in ("gpt-oss-lite", "python"), f"{command}: only NOT_RUN can name another program's command"
         file = words[-1] if words[-2:-1] == [">"] else None
         words = words[:-2] if file else words
         starts = [start for start in SMALLER if bare(command).startswith(start)]

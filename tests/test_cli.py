@@ -15,7 +15,8 @@ from shared_data.console import run_app
 ROOT = Path(__file__).parents[1]
 RECIPE = str(ROOT / "configs/pretrain_a100_502m.yaml")
 COMMANDS = [
-    "pretrain", "generate", "eval", "passkey", "export", "import", "prepare", "verify", "estimate", "report", "monitor",
+    "pretrain", "generate", "eval", "passkey", "export", "import", "prepare", "verify", "estimate", "plan", "report",
+    "monitor",
 ]  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_help_at_every_level(words, capsys):
         (["estimate", "--config", RECIPE, "--batch-size", "0"], "'0' should be greater than or equal to 1\n"),
         (["prepare", "--stage", "finetune"], "Invalid value for '--stage': 'finetune' is not one of 'pretrain'"),
         (["pretrain"], "Missing option '--config'. See --help."),
-        (["verify"], "Missing argument 'DIR'. See --help."),
+        (["verify"], "Missing argument 'DIR...'. See --help."),
     ],
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(words, hint, capsys):
@@ -125,6 +126,22 @@ def test_estimate_prints_the_described_figures(capsys):
     assert json.loads(capsys.readouterr().out)["total_bytes"] > result["total_bytes"]
     assert gpt_oss_lite("estimate", "--config", RECIPE) == 0
     assert "parameters: 502,033,248, active per token: 247,229,280; 1,603,584,000 FLOP/token" in capsys.readouterr().out
+
+
+def test_estimate_is_of_one_of_the_gpus_that_share_a_step(capsys):
+    recipe = str(ROOT / "configs/pretrain_7b.yaml")  # parallelism: fsdp
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "64", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["weights (fp32)"] == 4 * 7_134_107_584 // 64
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "64", "--gpu-gb", "40", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["micro_batch_size"], found["gradient_accumulation_steps"]) == (1, 256)
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "3") == 2
+    assert "--ranks is 3: it must divide the 256 windows of the recipe's step" in capsys.readouterr().err
+    shared = ["--set", "training.parallelism=ddp", "--set", "training.expert_parallel_size=8"]
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "16", *shared, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["weights (fp32)"] == 4 * 1_585_043_392  # 2 of 16 experts each
+    assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "4", *shared) == 2
+    assert "--ranks is 4: it must be a multiple of training.expert_parallel_size (8)" in capsys.readouterr().err
 
 
 def test_generate_repeats_itself_with_a_seed_and_only_then(run, capsys):

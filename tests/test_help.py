@@ -12,6 +12,7 @@ import typer
 from typer.main import get_command
 
 from gpt_oss_lite.cli import app
+from shared_data import options
 
 ROOT = Path(__file__).parents[1]
 # Scripts that take words alone, and say so at their top; and what is no command.
@@ -31,7 +32,7 @@ def silent_parts(command: Any, name: str) -> Iterator[str]:
     for parameter in command.params:
         if not (parameter.help or "").strip() and not parameter.hidden:
             yield f"{name} {parameter.opts[0]}"
-    for word, below in getattr(command, "commands", {}).items():
+    for word, below in (getattr(command, "commands", None) or {}).items():
         yield from silent_parts(below, f"{name} {word}")
 
 
@@ -42,9 +43,14 @@ def test_every_command_and_option_of_the_command_line_has_help():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_option_of_a_stage_has_help(stage):
+def test_every_option_of_a_stage_has_help(stage, monkeypatch):
+    seen = []
+    monkeypatch.setattr(options, "run_app", lambda app, prog_name: seen.append((prog_name, get_command(app))) or 0)
     module = importlib.import_module(f"shared_data.scripts.{stage}")
-    assert list(silent_parts(get_command(module.app), stage)) == []
+    assert options.stage_main(module.run, stage) == 0
+    ((name, command),) = seen
+    assert name == f"python -m shared_data.scripts.{stage}"
+    assert list(silent_parts(command, stage)) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

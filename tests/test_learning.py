@@ -1,11 +1,23 @@
 """The experiments of docs/learning.md in miniature."""
 
+import json
+import shutil
+from pathlib import Path
+
+import learning
+import learning_corpus
 import pytest
+import yaml
+from learning_plan import ABLATIONS, Plan, choose
 from tiny_run import events, make_corpus, rows, write_recipe
 
 from gpt_oss_lite.config import load_recipe
+from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+from shared_data.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parents[1]
 GPT_OSS = {"n_experts": 5, "experts_per_token": 3, "n_shared_experts": 0, "expert_activation": "clamped_swiglu"}
 
 
@@ -24,3 +36,156 @@ def test_transformers_gpt_oss_learns_step_by_step_as_our_loop_does(tmp_path):
     for key in ("ce", "aux", "grad_norm", "lr"):
         assert [row[key] for row in peer["rows"]] == pytest.approx([row[key] for row in ours], rel=2e-4), key
     assert peer["final"]["loss"] == pytest.approx(events(run, "eval")[-1]["loss"], rel=2e-4)
+
+
+@pytest.mark.parametrize("size", ["full", "mini"])
+def test_every_experiment_is_a_recipe_that_loads(size):
+    plan = Plan(data=ROOT, size=size, **({} if size == "full" else {"long_window": 512, "passkey_length": 1024}))
+    experiments = plan.experiments()
+    assert len({one.name for one in experiments}) == len(experiments) == 1 + 6 + 2 * len(ABLATIONS) + 3
+    for one in experiments:
+        words = [word for word in one.words() if word != "--set"]
+        recipe = load_recipe(one.recipe, words)
+        lengths = one.questions.get("passkey_lengths", [1])
+        assert max(lengths) <= recipe.model.eval_context, one.name
+        assert one.questions.get("positions", 1) <= recipe.model.eval_context, one.name
+    named = {
+        one.name: load_recipe(one.recipe, [word for word in one.words() if word != "--set"]) for one in experiments
+    }
+    assert named["muon-1"].training.optimizer == "muon"
+    assert named["all-full-attention-0"].model.window_size is None
+    assert named["long-extended"].model.rope_scale == named["long-scale-32"].model.rope_scale == 32
+    assert named["gpt-oss-0"].model == named["transformers-0"].model
+    assert [one.name for one in choose(experiments, ["parity", "dense-1"])] == [
+        "transformers-0", "gpt-oss-0", "recipe-0", "transformers-1", "gpt-oss-1", "recipe-1", "dense-1",
+    ]  # fmt: skip
+
+
+def test_the_ablations_compare_models_of_equal_active_size():
+    experiments = {one.name: one for one in Plan(data=ROOT).ablations()}
+
+    def model(name: str) -> GPTOSS:
+        one = experiments[name]
+        return meta_model(load_recipe(one.recipe, [word for word in one.words() if word != "--set"]).model)
+
+    base = model("baseline-0")
+    assert base.num_parameters() == pytest.approx(133e6, rel=0.01)
+    assert base.num_active_parameters() == pytest.approx(90e6, rel=0.01)
+    for name in ("dense-0", "no-shared-expert-0", "muon-0"):
+        assert model(name).num_active_parameters() == pytest.approx(base.num_active_parameters(), rel=1e-3), name
+
+
+def fake_results() -> dict[str, object]:
+    """Results of every experiment, with figures that are told apart easily."""
+
+    def result(loss: float) -> dict[str, object]:
+        row = {"ce": loss, "tokens": 4096, "epoch": 0, "tokens_per_s": 1000.0, "mfu": 0.4, "memory_gib": 1.0,
+               "imbalance": 1.25}  # fmt: skip
+        held_out = {"loss": loss, "perplexity": 2.0, "bits_per_byte": loss / 2, "tokens": 10}
+        cell = {"length": 4096, "depth": 0.5, "trials": 3, "found": 2, "nats_per_token": 1.0, "accuracy": 2 / 3}
+        answers = {
+            "held_out": {**held_out, "by_source": {"prose": held_out}}, "passkey_lengths": [cell],
+            "positions": [{"start": 0, "stop": 64, "loss": loss, "tokens": 64}],
+            "samples": [{"prompt": "It", "temperature": 0.0, "text": " rains"}],
+            "export": {"layout": "gpt_oss_lite", "bytes": 9, "ours": 1.5, "transformers": 1.5, "same_choice": 1.0},
+        }  # fmt: skip
+        return {"rows": [{**row, "step": step} for step in range(1, 31)], "final": held_out, "answers": answers,
+                "evaluations": [{"step": 30, "loss": loss}], "load": [[0.5, 0.25, 0.25], [0.4, 0.3, 0.3]], "skips": 0,
+                "seconds": 1.0, "corpus": {"total_tokens": 77, "sources": {"prose": {"documents": 3, "bytes": 5_000_000,
+                "tokens": 77}}}}  # fmt: skip
+
+    names = [one.name for one in Plan(data=ROOT).experiments()]
+    results = {name: result(3.0 + 0.01 * int(name[-1] == "1")) for name in names}
+    for seed in (0, 1):
+        results[f"dense-{seed}"] = result(3.5 + 0.01 * seed)
+        results[f"muon-{seed}"] = result(2.5 + 0.01 * seed)
+        results[f"gpt-oss-{seed}"] = result(3.002 + 0.01 * seed)
+    return {"results": results}
+
+
+def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
+    from learning_tables import write_page
+
+    page = tmp_path / "learning.md"
+    shutil.copy(ROOT / "docs/learning.md", page)
+    written = write_page(fake_results(), page)
+    text = page.read_text()
+    assert "Not measured yet" not in text
+    assert "lie 0.0020 apart in the mean and 0.0020 at most" in " ".join(text.split())
+    assert "two seeds of transformers' model 0.0100 and 0.0100" in " ".join(text.split())
+    table = [line for line in text.splitlines() if line.endswith(("better |", "worse |", "noise |"))]
+    assert [line.split(" | ")[0] for line in (table[0], table[-1])] == ["| muon", "| dense"]
+    assert "-0.5000" in table[0]
+    assert all(line.endswith("within the noise |") for line in table[1:-1])
+    assert "2.00 times its share" not in text
+    assert "1.50 times its share" in text
+    assert {path.name for path in written} == {
+        "learning.md", "parity.svg", "real.svg", "passkeys-before.svg", "passkeys-extended.svg",
+        "passkeys-scale-32.svg",
+    }  # fmt: skip
+    for path in written[1:]:
+        assert f"(learning/{path.name})" in text
+    partial = {"results": {"real": fake_results()["results"]["real"], "baseline-0": {"error": "exit code 1"}}}
+    shutil.copy(ROOT / "docs/learning.md", page)
+    write_page(partial, page)
+    assert (
+        page.read_text().count("Not measured yet")
+        == (ROOT / "docs/learning.md").read_text().count("Not measured yet") - 5
+    )
+
+
+def test_an_experiment_is_run_once_and_a_failure_is_told(tmp_path):
+    corpus = make_corpus(tmp_path / "corpus")
+    tiny = {"model.vocab_size": 61, "model.padded_vocab_size": 64, "model.max_seq_len": 16,
+            "model.yarn_original_max_seq_len": 16, "model.yarn_target_seq_len": 512, "model.eval_max_seq_len": 512,
+            "training.log_interval": 1}  # fmt: skip
+    plan = Plan(data=corpus, size="mini", ablation_steps=3)
+    one = plan.ablations()[0]
+    run = type(one)(**{**vars(one), "sets": {**one.sets, **tiny}})
+    broken = type(one)(**{**vars(one), "name": "broken", "sets": {**run.sets, "training.lr": -1}})
+    needy = type(one)(**{**vars(one), "name": "needy", "init_from": "nothing"})
+    late = type(one)(**{**vars(one), "name": "late", "seconds": 1e9})
+    bench = learning.Bench(tmp_path / "out", deadline=10**9)
+    outcomes = learning.perform_all(bench, [run, broken, needy, late])
+    assert outcomes["baseline-0"] == "done"
+    assert outcomes["broken"].startswith("exit code 2")
+    assert "training.lr" in outcomes["broken"]
+    assert outcomes["needy"] == "needs nothing"
+    assert outcomes["late"] == "no time"
+    result = json.loads(learning.gather(tmp_path / "out").read_bytes())["results"]["baseline-0"]
+    assert [row["step"] for row in result["rows"]] == [1, 2, 3]
+    assert result["final"]["bits_per_byte"] > 0
+    before = bench.result_file("baseline-0").stat().st_mtime_ns
+    assert bench.perform(run) == "done"
+    assert bench.result_file("baseline-0").stat().st_mtime_ns == before
+    assert not (bench.run_folder("baseline-0") / "checkpoints").exists()
+
+
+def test_the_corpus_is_cleaned_sampled_and_read_by_the_pipeline(tmp_path, monkeypatch):
+    """Two sources of the real ones' kinds; every stage is the real one."""
+    sentence = "Item {} of the manual says what the program of that name does, and how it is called from a shell. "
+    folder = tmp_path / "docs"
+    (folder / "files" / "manual").mkdir(parents=True)
+    for page in range(30):
+        body = " ".join(sentence.format(page * 100 + line) for line in range(8))
+        (folder / "files" / "manual" / f"{page}.html").write_text(f"<html><body><p>{body}</p></body></html>")
+    (folder / "files" / "manual" / "double.html").write_text(f"<html><body><div>{body}</div></body></html>")
+    code = lambda root: iter([(f"{n}.py", f"def f{n}(x):\n    return x + {n}\n" * 20) for n in range(5)])  # noqa: E731
+    monkeypatch.setattr(learning_corpus, "SOURCES", {
+        "manual": (learning_corpus.pages("manual"), 1, 1, None), "code": (code, 1, 1, "code"),
+    })  # fmt: skip
+    out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    learning_corpus.make(folder, out, tmp_path / "work", megabytes=1.0, share=0.015)
+    mixture = yaml.safe_load((out / "mixture.yaml").read_text())
+    assert sum(source["weight"] for source in mixture["sources"]) == pytest.approx(1, abs=1e-5)
+    from shared_data.records import PLAIN, Span, read_documents
+
+    path = out / "manual.jsonl.xz"
+    texts = [document.text for document in read_documents([Span(path, "manual", 0, 1)], PLAIN)]
+    assert len(texts) == len(set(texts))
+    assert 5 < len(texts) < 30  # 1.5 % of 1 MB holds some 20
+    tokens = sum(len(load_tokenizer().encode(text)) + 1 for text in texts)
+    share = mixture["sources"][0]["weight"]
+    total = yaml.safe_load((out / "data_config.yaml").read_text())["total_tokens"]
+    assert tokens == pytest.approx(share * total, abs=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import command_line
 import pytest
+import tiny_run
 import torch
 
 from shared_data.console import run_app
@@ -133,6 +134,51 @@ def test_e2e_smoke_fails_when_a_check_does(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_app(load("e2e_gpu_smoke").app, ["--json", "--set", "training.lr=1e-30"]) == 1
     assert not any(check["passed"] for check in json.loads(capsys.readouterr().out)["results"])
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path):
+    return tiny_run.write_recipe(tmp_path / "recipe.yaml", tiny_run.make_corpus(tmp_path / "corpus"))
+
+
+def test_scaling_is_measured_on_ranks_that_torchrun_starts(tiny_recipe):
+    """On the CPU: three rows and the profile of a real exchange. No two processes are a thousand times one."""
+    words = ["--config", tiny_recipe, "--steps", "1", "--at-least", "1000", "--json"]
+    result = command_line.run("python", "scripts/bench_scaling.py", *words, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.startswith("no CUDA device: ")
+    measured = json.loads(result.stdout)
+    rows = measured["rows"]
+    assert [(row["ranks"], row["micro_batch_size"], row["accumulation"]) for row in rows] == [
+        (1, 2, 2), (2, 2, 4), (2, 2, 2)]  # fmt: skip
+    assert [row["tokens_per_step"] for row in rows] == [64, 128, 64]
+    assert rows[0]["ratio"] == 1
+    assert all(len(row["readings"]) == 3 and row["tokens_per_s"] > 0 for row in rows)
+    assert 0 < measured["exchange"]["exposed_s"] <= measured["exchange"]["exchange_s"] <= measured["exchange"]["step_s"]
+
+
+def test_scaling_says_in_one_line_what_failed(tiny_recipe):
+    command = ["python", "scripts/bench_scaling.py", "--config", tiny_recipe]
+    uneven = command_line.run(*command, "--ranks", "3", CUDA_VISIBLE_DEVICES="")
+    assert uneven.returncode == 2
+    assert "--ranks is 3: it must divide the 4 windows of the recipe's step" in uneven.stderr.splitlines()[-1]
+    failing = command_line.run(*command, "--set", "training.mirror=nosuch://x", CUDA_VISIBLE_DEVICES="")
+    assert failing.returncode == 1
+    assert failing.stderr.splitlines()[-1].startswith("the run failed: error: ")
+    assert "nosuch" in failing.stderr.splitlines()[-1]
+
+
+def test_exchange_is_exposed_where_nothing_else_runs():
+    """Two steps of 100 us: products to 60, exchange from 40 to 90, of which 20 beside a product."""
+    events = [{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 0, "dur": 5, "tid": 1}
+              for n in (3, 4)]  # fmt: skip
+    for start in (1000, 1100):
+        for name, at, duration in (("gemm", 0, 60), ("ncclDevKernel_AllReduce", 40, 30), ("ncclDevKernel_AllReduce",
+                                   60, 30), ("adamw", 95, 5)):  # fmt: skip
+            events.append({"ph": "X", "cat": "kernel", "name": name, "ts": start + at, "dur": duration, "tid": 7})
+    events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 900, "dur": 500, "tid": 1})
+    found = load("bench_scaling").exchange_of(events)
+    assert found == pytest.approx({"step_s": 100e-6, "exchange_s": 50e-6, "exposed_s": 30e-6})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def all_tokens(folder):
 
 
 class TestPretrainDataset:
-    def test_windows_are_the_corpus_shifted_by_one_across_shards(self, tmp_path):
+    def test_d24_windows_are_the_corpus_shifted_by_one_across_shards(self, tmp_path):
         corpus = tiny_run.make_corpus(tmp_path)
         tokens = all_tokens(corpus)
         assert len(Manifest.load(corpus).shards) > 5
@@ -38,7 +38,7 @@ class TestPretrainDataset:
             assert target.tolist() == tokens[16 * index + 1 : 16 * index + 17].tolist()
 
     @pytest.mark.parametrize(("n_tokens", "windows"), [(17, 1), (32, 1), (33, 2), (48, 2), (49, 3)])
-    def test_count_is_tokens_less_one_over_the_window(self, tmp_path, n_tokens, windows):
+    def test_d24_count_is_tokens_less_one_over_the_window(self, tmp_path, n_tokens, windows):
         path = tmp_path / "tokens.bin"
         np.arange(n_tokens, dtype="<u4").tofile(path)
         dataset = PretrainDataset(path, 16)

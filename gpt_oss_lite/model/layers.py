@@ -21,6 +21,8 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw the matrix anew, and set the bias to zero."""
+        if self.weight.is_meta:
+            return  # there is nothing to fill, and PyTorch takes its time over it
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -36,6 +36,10 @@ class RouterStats(NamedTuple):
     entropy: Tensor
     """(L,) fp32: mean entropy of a layer's router probabilities, in nats."""
 
+    def detached(self) -> "RouterStats":
+        """The figures without the graph, which would keep a micro-batch's tensors alive."""
+        return RouterStats(*(figure.detach() for figure in self))
+
 
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + experts(norm(x))."""

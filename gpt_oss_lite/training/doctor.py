@@ -50,11 +50,12 @@ def doctor(
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to be.")] = Path("runs"),
     max_steps: Annotated[int | None, typer.Option(min=1, help="Step to stop at. Default: total_steps.")] = None,
     overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of the run, one a GPU.")] = 1,
     as_json: AsJson = False,
 ) -> int:
     """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
     findings = []
-    for finding in examine(config, out, max_steps, overrides or []):
+    for finding in examine(config, out, max_steps, overrides or [], ranks):
         findings.append(finding)
         if not as_json:
             print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
@@ -66,8 +67,8 @@ def doctor(
     return 1 if fatal else 0
 
 
-def examine(config: Path, out: Path, max_steps: int | None, overrides: list[str]) -> Iterator[Finding]:
-    """All findings, in the order of the checks."""
+def examine(config: Path, out: Path, max_steps: int | None, overrides: list[str], ranks: int = 1) -> Iterator[Finding]:
+    """All findings, in the order of the checks; of one of several GPUs where there are more ranks."""
     yield from _guarded("machine", machine)
     yield from _guarded("driver", driver)
     yield from _guarded("clock", lambda: clock(out))
@@ -78,12 +79,12 @@ def examine(config: Path, out: Path, max_steps: int | None, overrides: list[str]
         return
     stop_step = max_steps or recipe.training.total_steps
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "config": lambda: settings(recipe, stop_step),
+        "config": lambda: settings(recipe, stop_step, ranks),
         "corpus": lambda: corpus(recipe, stop_step),
         "disk": lambda: disk(recipe, out, stop_step),
-        "memory": lambda: memory(recipe),
+        "memory": lambda: memory(recipe, ranks),
         "mirror": lambda: second_home(recipe, out),
-        "estimate": lambda: duration(recipe, stop_step),
+        "estimate": lambda: duration(recipe, stop_step, ranks),
     }
     for name, check in checks.items():
         yield from _guarded(name, check)
@@ -161,9 +162,12 @@ def clock(out: Path) -> Iterator[Finding]:
         yield Finding("clock", GOOD, text)
 
 
-def settings(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
+def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     """Keys that are allowed and yet would lose a run, or much of it."""
+    from gpt_oss_lite.training.distributed import check_split
+
     training = recipe.training
+    check_split(training, ranks)
     yield Finding("config", GOOD, f"{stop_step:,} steps, a checkpoint every {training.save_interval:,}")
     if not training.nan_guard:
         yield Finding("config", FATAL, "training.nan_guard is false: one non-finite step would spoil the weights")
@@ -246,22 +250,22 @@ def try_atomic_write(folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def memory(recipe: Recipe) -> Iterator[Finding]:
+def memory(recipe: Recipe, ranks: int) -> Iterator[Finding]:
     """A step's estimate against the device, and the copy that a save takes against the machine."""
     import torch
 
     from gpt_oss_lite.training.disk import checkpoint_bytes
-    from gpt_oss_lite.training.memory import estimate_recipe, meta_model
+    from gpt_oss_lite.training.memory import estimate_recipe, layout_of, meta_model
 
-    on_gpu = torch.cuda.is_available()
-    need = estimate_recipe(recipe, device_type="cuda" if on_gpu else "cpu").total_bytes
+    on_gpu, layout = torch.cuda.is_available(), layout_of(recipe.training, ranks)
+    need = estimate_recipe(recipe, device_type="cuda" if on_gpu else "cpu", layout=layout).total_bytes
     have = torch.cuda.mem_get_info()[0] if on_gpu else available_ram_bytes()
     place = "the GPU has" if on_gpu else "the machine has"
     text = f"a step is estimated at {need / 1e9:.1f} GB, {place} {have / 1e9:.1f} GB free"
     yield Finding("memory", FATAL if need > have else GOOD, text)
     copy = checkpoint_bytes(meta_model(recipe.model).num_parameters())
     left = available_ram_bytes() - (0 if on_gpu else need)
-    if copy > left:
+    if copy > left and not layout.sharded and layout.expert_ranks == 1:  # otherwise each rank writes what it has
         yield Finding(
             "memory", FATAL, f"a save copies {copy / 1e9:.1f} GB, but only {max(left, 0) / 1e9:.1f} GB are left for it"
         )
@@ -295,7 +299,7 @@ def second_home(recipe: Recipe, out: Path) -> Iterator[Finding]:
     yield Finding("mirror", GOOD, f"{url} can be read; {len(steps)} checkpoints of {out.name} are there")
 
 
-def duration(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
+def duration(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     """How long the run takes at an assumed use of the device, and how much of it a crash costs."""
     import torch
 
@@ -309,7 +313,7 @@ def duration(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
     if peak is None:
         yield Finding("estimate", GOOD, f"{flops / 1e12:,.3g} TFLOP a step; n/a on a device whose peak is not known")
         return
-    step_s = flops / (ASSUMED_MFU * peak)
+    step_s = flops / (ASSUMED_MFU * peak * ranks)
     lost = min(training.save_interval, stop_step) * step_s
     text = f"about {format_duration(stop_step * step_s)} at {ASSUMED_MFU:.0%} MFU; a crash costs up to "
     yield Finding("estimate", NOTICE if lost > DAY_S / 4 else GOOD, text + format_duration(lost))

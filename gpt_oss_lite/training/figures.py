@@ -46,7 +46,7 @@ class MicroBatchFigures(NamedTuple):
 def of_all_micro_batches(ranks: Ranks, results: list[tuple[Tensor, Tensor, RouterStats]]) -> MicroBatchFigures:
     """Gather what `micro_batch` returned on every rank, in one operation."""
     rows = [
-        torch.cat([loss[None], ce[None], stats.aux.detach()[None], stats.entropy, stats.expert_load.flatten()])
+        torch.cat([loss[None], ce[None], stats.aux[None], stats.entropy, stats.expert_load.flatten()])
         for loss, ce, stats in results
     ]
     figures_FA = ranks.by_micro_batch(torch.stack(rows)).t().contiguous()

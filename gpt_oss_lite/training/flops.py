@@ -50,9 +50,14 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 6 * matrix_parameters + 12 * attention_width * positions
 
 
+def card_name(name: str) -> str:
+    """A device's CUDA name without its maker and brand: `H200` for `NVIDIA H200`."""
+    return re.sub(r"^(NVIDIA|Tesla|GeForce| )+", "", name).strip()
+
+
 def device_peak_flops(name: str) -> float | None:
     """Dense bf16 peak of a device in FLOP/s by its CUDA name; None when the name is not known."""
-    card = re.sub(r"^(NVIDIA|Tesla|GeForce| )+", "", name).strip()
+    card = card_name(name)
     for pattern, tflops in _PEAKS_TFLOPS.items():
         if re.fullmatch(pattern, card):
             return tflops * 1e12

@@ -3,23 +3,98 @@
 The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
 saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
 later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+
+Several GPUs: the estimate is of one of them. Replicas (DDP) keep all of the state; under FSDP each rank keeps its share
+and gathers a block's weights when it needs them (Zhao et al., 2023); ranks that share a layer's routed experts keep
+only theirs.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from gpt_oss_lite.config import ModelConfig, Recipe
+from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
 from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
+from shared_data.errors import UserError
 
 FP32 = 4
 # What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
-CUDA_RUNTIME_BYTES = 256 * 2**20
+CUDA_RUNTIME_BYTES = 96 * 2**20
+
+
+# Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile.
+GATHERED_BLOCKS = 2
+
+
+class Layout(NamedTuple):
+    """How a run's ranks, one process a GPU, share the model's state."""
+
+    ranks: int = 1
+    parallelism: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each rank has all weights, gradients and moments. fsdp: each has its share of them."""
+    expert_ranks: int = 1
+    """Ranks that share the routed experts of a layer, which then take the reference path; with ddp only. A divisor of
+    ranks and of n_experts."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank keeps only its share of the state."""
+        return self.parallelism == "fsdp" and self.ranks > 1
+
+    def words(self) -> str:
+        """The layout for a person."""
+        if self.ranks == 1:
+            return "one GPU"
+        how = "FSDP, state shared by" if self.sharded else "DDP, a replica on each of"
+        experts = f", experts over groups of {self.expert_ranks}" if self.expert_ranks > 1 else ""
+        return f"{how} {self.ranks} GPUs{experts}"
+
+
+ONE_GPU = Layout()
+
+
+def layout_of(training: TrainingConfig, ranks: int) -> Layout:
+    """How so many ranks share a recipe's state.
+
+    Raises:
+        UserError: its experts are shared by groups that the ranks do not make.
+    """
+    if ranks == 1:
+        return ONE_GPU
+    if ranks % training.expert_parallel_size:
+        raise UserError(
+            f"--ranks is {ranks}: it must be a multiple of training.expert_parallel_size "
+            f"({training.expert_parallel_size})"
+        )
+    return Layout(ranks, training.parallelism, training.expert_parallel_size)
+
+
+class Setting(NamedTuple):
+    """How a recipe's step is cut to fit."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    """Micro-batches of a step, over all GPUs."""
+    grad_checkpoint_every: int | None
+    """Recompute every n-th block; None: none."""
+    loss_chunk_size: int
+
+    def overrides(self) -> list[str]:
+        """The setting as `--set` words."""
+        every = self.grad_checkpoint_every
+        return [
+            f"training.micro_batch_size={self.micro_batch_size}",
+            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            f"training.grad_checkpoint={'false' if every is None else 'true'}",
+            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
+            f"training.loss_chunk_size={self.loss_chunk_size}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -55,8 +130,9 @@ def estimate_model_memory_gb(
     device_type: str = "cuda",
     fp8_head: bool = False,
     optimizer: str = "adamw",
+    layout: Layout = ONE_GPU,
 ) -> MemoryEstimate:
-    """Estimate the peak memory of training `model`.
+    """Estimate the peak memory of training `model`, on each GPU where there are several.
 
     Args:
         model: built on any device, "meta" included.
@@ -68,56 +144,141 @@ def estimate_model_memory_gb(
         device_type: "cuda" computes in the model's dtype beside fp32 parameters, "cpu" in fp32 throughout.
         fp8_head: whether the head's products take 8-bit floats.
         optimizer: training.optimizer.
+        layout: how several GPUs share the state.
 
     Returns:
         MemoryEstimate, whose total_gb is the figure in GB of 10^9 bytes.
     """
-    config = model.config
-    tokens = seq_len * batch_size
-    parameters = model.num_parameters()
-    matrices = muon_matrices(model) if optimizer == "muon" else {}
-    momenta = sum(matrix.numel() for matrix in matrices.values())
+    every = grad_checkpoint_every if grad_checkpoint else None
+    setting = Setting(batch_size, 1, every, loss_chunk_size)
+    counts = _ParameterCounts.of(model, optimizer)
+    return _estimate(model.config, counts, setting, seq_len, device_type, fp8_head, layout)
+
+
+def _estimate(
+    config: ModelConfig,
+    counts: "_ParameterCounts",
+    setting: Setting,
+    seq_len: int,
+    device_type: str,
+    fp8_head: bool,
+    layout: Layout,
+) -> MemoryEstimate:
+    """See `estimate_model_memory_gb`."""
+    tokens, every = seq_len * setting.micro_batch_size, setting.grad_checkpoint_every
+    state = _state_elements(counts, layout)
     compute = FP32 if device_type == "cpu" or config.dtype == "fp32" else 2
+    recomputed = len(range(0, config.n_layers, every)) if every else 0
     fused = _fused_halves(config, device_type)
+    if layout.expert_ranks > 1:
+        fused = fused._replace(moe=False)
+    # The fused path's copies of a recomputed block's weights go with its activations: those of one are there at a time.
+    copied = state.used - (max(recomputed - 1, 0) * state.block if fused.attention and fused.moe else 0)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
-    recomputed = len(range(0, config.n_layers, grad_checkpoint_every)) if grad_checkpoint else 0
     block_input = tokens * compute * config.d_model
 
-    head_rows = config.embedding_rows
-    chunk_tokens = min(loss_chunk_size, tokens)
+    chunk_tokens = min(setting.loss_chunk_size, tokens)
     # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
     # their gradient lies beside them in the compute type where that is another one.
-    head_chunk = chunk_tokens * head_rows * (compute if fused.head else FP32 + (compute if compute != FP32 else 0))
-    if fp8_head:
-        head_chunk += chunk_tokens * head_rows + 2 * head_rows * config.d_model  # the gradient and the head, in 8 bits
-    head_gradients = tokens * config.d_model * compute + head_rows * config.d_model * FP32
+    logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
+    head_chunk = chunk_tokens * config.embedding_rows * logit
+    if fp8_head:  # the gradient and the head, in 8 bits
+        head_chunk += chunk_tokens * config.embedding_rows + 2 * config.embedding_rows * config.d_model
+    head_weight_gradient = config.embedding_rows * config.d_model * FP32
+    hidden_gradient = tokens * config.d_model * compute
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
+    block_backward += FP32 * state.sent
+    # The gradient of a shared-out embedding is whole until the end of the pass; otherwise it is among the gradients.
+    head_gone = head_chunk + hidden_gradient + (0 if layout.sharded else head_weight_gradient)
+    exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
     items = {
-        "weights (fp32)": FP32 * parameters,
-        "gradients (fp32)": FP32 * parameters,
-        "AdamW moments (2 x fp32)": 2 * FP32 * (parameters - momenta),
-        "Muon momentum (fp32)": FP32 * momenta,
-        f"weights in {config.dtype} for the products": compute * parameters if compute != FP32 else 0,
+        "weights (fp32)": FP32 * state.kept,
+        "gradients (fp32)": FP32 * state.kept,
+        "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
+        "Muon momentum (fp32)": FP32 * state.momenta,
+        f"weights in {config.dtype} for the products": compute * copied if compute != FP32 else 0,
+        "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
         f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
         f"head: chunk of {chunk_tokens:,} tokens": head_chunk,
-        "head: gradients of weight and hidden states": head_gradients,
-        "backward pass of a block beyond the head's": max(0, block_backward - head_chunk - head_gradients),
+        "head: gradients of weight and hidden states": head_weight_gradient + hidden_gradient,
+        "backward pass of a block beyond the head's": max(0, block_backward - head_gone),
+        "rows between the experts' ranks": exchanged,
+        "a block's gradients before they are added (fp32)": FP32 * state.block if device_type == "cuda" else 0,
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
     return MemoryEstimate({name: size for name, size in items.items() if size})
 
 
+class _ParameterCounts(NamedTuple):
+    """Parameters of a model by where they are."""
+
+    routed: int
+    """In routed experts."""
+    block: int
+    """In the rest of one block."""
+    outside: int
+    """Outside the blocks."""
+    n_layers: int
+    muon: int
+    """In matrices that Muon updates, routed experts left out; those it updates too, or none."""
+
+    @classmethod
+    def of(cls, model: GPTOSS, optimizer: str) -> "_ParameterCounts":
+        """Those of a model, on any device."""
+        matrices = muon_matrices(model) if optimizer == "muon" else {}
+        muon = sum(matrix.numel() for name, matrix in matrices.items() if ".moe.experts." not in name)
+        routed = blocks = total = 0
+        for name, parameter in model.named_parameters():
+            total += parameter.numel()
+            blocks += parameter.numel() if name.startswith("blocks.") else 0
+            routed += parameter.numel() if ".moe.experts." in name else 0
+        n_layers = model.config.n_layers
+        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers, muon)
+
+
+class _StateElements(NamedTuple):
+    """Elements of parameters that a rank holds."""
+
+    kept: int
+    """Whose weights, gradients and moments it keeps."""
+    momenta: int
+    """Of them, those with one moment in place of two."""
+    used: int
+    """Which its passes multiply by, so that it copies them into the compute dtype."""
+    block: int
+    """Of them, in one block."""
+    gathered: int
+    """Whole fp32 weights that it holds beside what it keeps."""
+    sent: int
+    """Of gradients on their way to the ranks that keep them."""
+
+
+def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
+    block = counts.block + counts.routed // layout.expert_ranks // counts.n_layers
+    used = counts.outside + counts.n_layers * block
+    if not layout.sharded:
+        momenta = counts.muon + counts.routed // layout.expert_ranks if counts.muon else 0
+        return _StateElements(used, momenta, used, block, 0, 0)
+    gathered = counts.outside + GATHERED_BLOCKS * block  # and no momenta: Muon takes whole matrices
+    return _StateElements(-(-used // layout.ranks), 0, used, block, gathered, block)
+
+
+@lru_cache(maxsize=8)
 def meta_model(config: ModelConfig) -> GPTOSS:
-    """A model without memory, for counting."""
+    """A model without memory, for counting: the same one each time, not to be changed."""
     with torch.device("meta"):
         return GPTOSS(config)
 
 
 def estimate_recipe(
-    recipe: Recipe, batch_size: int | None = None, seq_len: int | None = None, device_type: str = "cuda"
+    recipe: Recipe,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    device_type: str = "cuda",
+    layout: Layout = ONE_GPU,
 ) -> MemoryEstimate:
     """The estimate for a recipe, at its own micro-batch and window where no others are given."""
     training = recipe.training
@@ -131,6 +292,7 @@ def estimate_recipe(
         device_type=device_type,
         fp8_head=training.fp8_head,
         optimizer=training.optimizer,
+        layout=layout,
     )
 
 
@@ -151,48 +313,39 @@ def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
     )
 
 
-class Setting(NamedTuple):
-    """How a recipe's step is cut to fit."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    grad_checkpoint_every: int | None
-    """Recompute every n-th block; None: none."""
-    loss_chunk_size: int
-
-    def overrides(self) -> list[str]:
-        """The setting as `--set` words."""
-        every = self.grad_checkpoint_every
-        return [
-            f"training.micro_batch_size={self.micro_batch_size}",
-            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
-            f"training.grad_checkpoint={'false' if every is None else 'true'}",
-            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
-            f"training.loss_chunk_size={self.loss_chunk_size}",
-        ]
+def step_windows(recipe: Recipe) -> int:
+    """Windows of a step, over all GPUs."""
+    return recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
 
 
-def fastest_that_fits(recipe: Recipe, available_bytes: int) -> tuple[Setting, MemoryEstimate] | None:
+def fastest_that_fits(
+    recipe: Recipe, available_bytes: int, layout: Layout = ONE_GPU
+) -> tuple[Setting, MemoryEstimate] | None:
     """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
 
     As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
     small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
 
+    Args:
+        recipe: its windows per step are shared by the GPUs, each of which gets as many.
+        available_bytes: of each GPU.
+        layout: how several GPUs share the state.
+
     Returns:
         The setting and its estimate; None where nothing fits.
     """
-    windows = recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
-    model = meta_model(recipe.model)
+    windows = step_windows(recipe) // layout.ranks
+    assert windows * layout.ranks == step_windows(recipe), layout
+    counts = _ParameterCounts.of(meta_model(recipe.model), recipe.training.optimizer)
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
-                estimate = estimate_model_memory_gb(
-                    model, recipe.model.max_seq_len, micro_batch, every is not None, every or 1, chunk,
-                    fp8_head=recipe.training.fp8_head,
-                    optimizer=recipe.training.optimizer,
-                )  # fmt: skip
+                setting = Setting(micro_batch, step_windows(recipe) // micro_batch, every, chunk)
+                estimate = _estimate(
+                    recipe.model, counts, setting, recipe.model.max_seq_len, "cuda", recipe.training.fp8_head, layout
+                )
                 if estimate.total_bytes <= available_bytes:
-                    return Setting(micro_batch, windows // micro_batch, every, chunk), estimate
+                    return setting, estimate
     return None
 
 

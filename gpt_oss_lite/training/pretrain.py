@@ -238,7 +238,7 @@ def micro_batch(
         last: whether it is this rank's last one of the step, after which the ranks' gradients are added up.
 
     Returns:
-        Its share of the step's loss and of its cross-entropy, detached scalars, and the RouterStats.
+        Its share of the step's loss and of its cross-entropy, and the RouterStats, all detached.
     """
     training = run.recipe.training
     ids_BT, targets_BT = (tensor.to(run.device, non_blocking=True) for tensor in batch)
@@ -253,7 +253,7 @@ def micro_batch(
         routing = training.aux_loss_alpha * stats.aux + training.router_z_loss * stats.z_loss
         loss = ce + routing / training.gradient_accumulation_steps
         (loss if run.ranks.size == 1 else loss * run.parallel.loss_factor).backward()
-    return loss.detach(), ce.detach(), stats
+    return loss.detach(), ce.detach(), stats.detached()
 
 
 def log_step(run: Run, figures: StepFigures) -> None:

@@ -21,7 +21,7 @@ from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_model_memory_gb, meta_model
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, layout_of, meta_model
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -229,16 +229,8 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     if run.ranks.size > 1:
         share = training.gradient_accumulation_steps // run.ranks.size
         say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
-    estimate = estimate_model_memory_gb(
-        counted,
-        seq_len=recipe.model.max_seq_len,
-        batch_size=training.micro_batch_size,
-        grad_checkpoint=training.grad_checkpoint,
-        grad_checkpoint_every=training.grad_checkpoint_every,
-        loss_chunk_size=training.loss_chunk_size,
-        device_type=run.device.type,
-        optimizer=training.optimizer,
-    )
+    layout = layout_of(training, run.ranks.size)
+    estimate = estimate_recipe(recipe, device_type=run.device.type, layout=layout)
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
     return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}

@@ -2,23 +2,14 @@
 
 import io
 import json
-import re
-import shlex
 from pathlib import Path
 
 import command_line
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssForCausalLM
 
 from gpt_oss_lite import cli
 from shared_data.console import run_app
-
-PAGE = (Path(__file__).parents[2] / "docs/export.md").read_text()
-STOCK = GptOssConfig(
-    vocab_size=128256, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=None,
-)  # fmt: skip
 
 
 def gpt_oss_lite(*words: object) -> int:
@@ -91,7 +82,7 @@ def test_what_export_refuses_is_one_line_and_leaves_nothing(run, tmp_path, words
 
 
 def test_a_stock_model_comes_in_goes_on_training_and_goes_out(run, tmp_path, capsys):
-    GptOssForCausalLM(STOCK).save_pretrained(tmp_path / "stock")
+    command_line.write_stock_model(tmp_path / "stock")
     words = ["import", "--from", tmp_path / "stock", "--out", tmp_path / "run", "--vocab-size", "128000"]
     assert gpt_oss_lite(*words) == 0
     assert f"--config {tmp_path}/run/config.yaml --init-from {tmp_path}/run" in capsys.readouterr().out
@@ -137,22 +128,3 @@ def test_passkeys_as_table_picture_and_json(run, tmp_path, capsys):
     assert [cell["accuracy"] for cell in cells] == [0.0] * 6
     assert gpt_oss_lite(*command, "--plot", tmp_path / "map.pdf") == 2
     assert "must end in .png or .svg" in capsys.readouterr().err
-
-
-def test_the_page_about_export_runs_as_printed(run, tmp_path, monkeypatch, capsys):
-    """Its commands one after the other, then its lines of Python, in a folder with a run and a stock model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/demo").symlink_to(run)
-    GptOssForCausalLM(STOCK).save_pretrained(tmp_path / "stock-gpt-oss")
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-    assert len(commands) == 5
-    for command in commands:
-        program, *words = shlex.split(command)
-        assert program == "gpt-oss-lite"
-        assert gpt_oss_lite(*words) == 0, capsys.readouterr().err
-    assert {"passkeys.png", "hf-demo"} <= {path.name for path in tmp_path.iterdir()}
-    capsys.readouterr()
-    (python,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(python, "docs/export.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("import ")

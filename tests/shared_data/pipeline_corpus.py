@@ -22,6 +22,8 @@ from shared_data.tokenizer import load_tokenizer
 
 WEIGHTS = {"web": 0.6, "code": 0.25, "math": 0.15}
 SIZES = {"web": 240, "code": 110, "math": 70}
+# Small tasks: about as many as a corpus of some gigabytes has.
+MANY_TASKS = {"task_bytes": 12_000, "quality": {"min_chars": 60}}
 STAGES = (download_raw, clean, tokenize, pack_shards)
 
 

@@ -1,26 +1,21 @@
 """Killed at random points over all stages, and a disk that is full: the same bytes, little work lost, no hang."""
 
-import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
-import psutil
 import pytest
-from pipeline_corpus import STAGES, context_of, hashes, make_corpus, run_all
+from killing import die_at_call, in_child, sum_of_work, work_of, workers_killed
+from pipeline_corpus import MANY_TASKS, STAGES, context_of, hashes, make_corpus, run_all
 
 from shared_data.executor import execute
 
 N_WORKER_KILLS = 6
 N_PARENT_KILLS = 14
-# Small tasks and shards, as many as a corpus of some gigabytes has.
-MANY_TASKS = {"task_bytes": 12_000, "quality": {"min_chars": 60}}
 
 
 @pytest.fixture(scope="module")
@@ -29,52 +24,6 @@ def clean_run(tmp_path_factory):
     make_corpus(folder, pipeline=MANY_TASKS, shard_size_tokens=1100)
     context = context_of(folder, root="whole")
     return folder, run_all(context), hashes(context.layout.root)
-
-
-def work_of(report: dict) -> list[dict]:
-    """The account of work of each source, or of the whole stage."""
-    return [report["work"]] if "work" in report else [own["work"] for own in report["sources"].values()]
-
-
-def begun(root: Path) -> int:
-    """Attempts at tasks so far."""
-    return sum(path.read_text().count("\n") for path in (root / "state").rglob("*.attempts"))
-
-
-def start_child(work) -> int:
-    """Run in a forked process, quietly; returns its id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
-
-
-def in_child(work) -> int:
-    """Run in a forked process; returns its wait status."""
-    return os.waitpid(start_child(work), 0)[1]
-
-
-def die_at_call(number: int) -> None:
-    """From now on the process is killed at that call that changes the file system or begins a task."""
-    count = 0
-
-    def counted(plain):
-        def call(*arguments, **keywords):
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(*arguments, **keywords)
-
-        return call
-
-    for name in ("replace", "unlink", "fsync", "link"):
-        setattr(os, name, counted(getattr(os, name)))
 
 
 def test_d4_killed_at_20_random_points_over_all_stages(clean_run):
@@ -104,8 +53,7 @@ def test_d4_killed_at_20_random_points_over_all_stages(clean_run):
     for stage, report in reports.items():
         for work, whole in zip(work_of(report), work_of(expected_reports[stage]), strict=True):
             assert work["input_bytes"] == whole["input_bytes"] == whole["processed_bytes"]
-        total = sum(work["input_bytes"] for work in work_of(report))
-        processed = sum(work["processed_bytes"] for work in work_of(report))
+        total, processed = sum_of_work(report)
         assert total <= processed <= (1 + 0.15 * n) * total
         assert json.loads((root / "state" / "reports" / f"{stage}.json").read_text()) == report
 
@@ -114,35 +62,14 @@ def test_d4_d16_workers_killed_at_random_points_are_replaced(clean_run):
     folder, _, expected = clean_run
     root = folder / "workers"
     context = context_of(folder, root="workers", workers=2)
-    rng, kills, last = random.Random(5), [], 0.0
-    done = threading.Event()
-
-    def killer():
-        at = rng.randint(3, 12)
-        while not done.wait(0.005) and len(kills) < N_WORKER_KILLS:
-            if begun(root) >= at:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the look and the kill
-                    workers = psutil.Process().children(recursive=True)
-                    workers = [one for one in workers if "spawn_main" in " ".join(one.cmdline())]
-                    if workers:
-                        rng.choice(workers).kill()
-                        kills.append(at)
-                        at = begun(root) + rng.randint(6, 12)
-
-    thread = threading.Thread(target=killer)
-    thread.start()
     started = time.monotonic()
-    try:
+    with workers_killed(root, N_WORKER_KILLS, (6, 12), seed=5) as kills:
         reports = run_all(context)
-    finally:
-        done.set()
-        thread.join()
-        last = time.monotonic() - started
+    last = time.monotonic() - started
     assert len(kills) >= 3
     assert hashes(root) == expected
     for report in reports.values():
-        total = sum(work["input_bytes"] for work in work_of(report))
-        processed = sum(work["processed_bytes"] for work in work_of(report))
+        total, processed = sum_of_work(report)
         # A kill takes the pool along: the tasks in flight in both workers and the one queued for each.
         assert total <= processed <= (1 + 0.15 * len(kills)) * total
     assert last < 60
@@ -174,9 +101,9 @@ def test_d4_killed_at_90_percent_a_stage_redoes_under_15(clean_run, tmp_path, st
 
     assert os.WIFSIGNALED(in_child(attempt))
     report = stage.run(context)
-    total = sum(work["input_bytes"] for work in work_of(report))
-    assert total == sum(work["input_bytes"] for work in work_of(expected_reports[stage.STAGE]))
-    assert sum(work["processed_bytes"] for work in work_of(report)) <= 1.15 * total
+    total, processed = sum_of_work(report)
+    assert total == sum_of_work(expected_reports[stage.STAGE])[0]
+    assert processed <= 1.15 * total
 
 
 def test_a_disk_of_1_mb_is_one_line_and_with_more_room_the_run_goes_on(clean_run, tmp_path):

@@ -1,17 +1,16 @@
 """Beyond one process tree: tasks on Ray with a worker killed, and shares of an array of jobs."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from pipeline_corpus import STAGES, context_of, hashes, make_corpus, run_all
-from test_kills import MANY_TASKS, begun, start_child
+from killing import begun, start_child, workers_killed
+from pipeline_corpus import MANY_TASKS, STAGES, context_of, hashes, make_corpus, run_all
 
 from shared_data.errors import UserError
 from shared_data.executor import OthersNotDone, Result, Task, Workers, run_tasks
@@ -99,31 +98,17 @@ def test_errors_on_ray_reach_the_user(tmp_path):
         run_tasks(tasks_of(tmp_path, {"killer": Write(tmp_path / "out", "always")}), workers=ON_RAY, label="x")
 
 
-def test_the_pipeline_on_ray_with_a_worker_killed_gives_the_bytes_of_one_process(clean_run):
+def test_the_pipeline_on_ray_with_a_worker_killed_gives_the_bytes_of_one_process(clean_run, capsys):
     folder, expected = clean_run
     context = context_of(folder, root="ray", workers=ON_RAY)
-    killed = []
-    done = threading.Event()
-
-    def killer():
-        while not done.wait(0.002) and len(killed) < 2:
-            if begun(context.layout.root) >= 6 + 20 * len(killed):
-                for process in psutil.Process().children(recursive=True):
-                    if process.name().startswith("ray::"):
-                        busy = "_execute_in" in " ".join(process.cmdline())
-                        if busy:
-                            process.kill()
-                            killed.append(process.pid)
-                            break
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
-        run_all(context)
-    finally:
-        done.set()
-        thread.join()
+    with workers_killed(context.layout.root, 2, (6, 20), seed=3) as killed:
+        assert [run_stage(stage.run, context, True) for stage in STAGES] == [0] * len(STAGES)
     assert killed
+    reports = capsys.readouterr().out
+    while reports:
+        report, end = json.JSONDecoder().raw_decode(reports)
+        assert "stage" in report
+        reports = reports[end:].lstrip()
     assert hashes(context.layout.root) == expected
 
 

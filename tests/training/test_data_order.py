@@ -32,7 +32,7 @@ def test_the_order_is_that_of_philox_words():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 10, 25])
-def test_steps_cut_one_stream_without_gaps_or_ragged_ends(batch):
+def test_d25_steps_cut_one_stream_without_gaps_or_ragged_ends(batch):
     order = DataOrder(10, seed=3)
     whole = order.windows(0, 50).tolist()
     cut = [window for step in range(50 // batch) for window in order.windows(step * batch, batch)]
@@ -56,7 +56,7 @@ def test_permutation_is_uniform():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_any_number_of_loader_workers_gives_the_same_stream(tmp_path, workers):
+def test_d25_any_number_of_loader_workers_gives_the_same_stream(tmp_path, workers):
     dataset = PretrainDataset(tiny_run.make_corpus(tmp_path, 30), tiny_run.WINDOW)
     order = DataOrder(len(dataset), seed=5)
     start = 13

@@ -51,6 +51,7 @@ def test_a_run_that_is_well_prepared(prepared, capsys):
         (["--set", "training.save_interval=100"], "config", "save_interval is 100"),
         (["--set", "training.nan_guard=false"], "config", "nan_guard is false"),
         (["--set", "training.lrr=1"], "config", "lrr"),
+        (["--ranks", "3"], "config", "3 ranks cannot share a step's micro-batches evenly"),
         (["--set", "model.d_model=1048576", "--set", "model.n_layers=4"], "memory", "GB"),
         (["--set", "training.mirror=nonsense://x"], "mirror", "nonsense"),
         (["--set", "training.eval_interval=2", "--set", "data.validation_data_path=none"], "corpus", "none"),

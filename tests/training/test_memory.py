@@ -8,6 +8,7 @@ import torch
 from gpt_oss_lite.config import ModelConfig, load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.memory import (
+    Layout,
     MemoryEstimate,
     assert_fits_in_available_gpu,
     estimate_model_memory_gb,
@@ -81,9 +82,14 @@ def test_within_ten_percent_of_the_peaks_measured_on_an_h200(batch_size, checkpo
     assert estimate.total_gb == pytest.approx(measured_gb, rel=0.1)
 
 
-def test_saved_activations_are_what_autograd_keeps():
+@pytest.mark.parametrize(
+    "changes", [{}, {"d_model": 192, "n_heads": 2, "n_kv_heads": 1, "head_dim": 96, "n_experts": 16,
+                     "expert_hidden_size": 384}], ids=["small", "of the 7B recipe's shape"]
+)  # fmt: skip
+def test_saved_activations_are_what_autograd_keeps(changes):
     batch_size, seq_len = 2, 128
-    two, four = SMALL.replace(n_layers=2), SMALL
+    four = SMALL.replace(**changes)
+    two = four.replace(n_layers=2)
     per_two_blocks = saved_bytes(four, batch_size, seq_len) - saved_bytes(two, batch_size, seq_len)
     estimates = [
         estimate_model_memory_gb(on_meta(config), seq_len, batch_size, device_type="cpu") for config in (two, four)
@@ -145,6 +151,80 @@ def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
     again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
     assert estimate_recipe(again).total_bytes == estimate.total_bytes
     assert fastest_that_fits(RECIPE, 5 * 10**9) is None
+
+
+# The 7B recipe by hand: a block of 28 has 3 x 1536^2 in projections, 16 x 1536 in the router, 17 experts of
+# 3 x 1536 x 3072, 2 x 1536 in norms and 16 sinks; outside are 128,256 rows of 1536 and one norm.
+EXPERT_7B = 14_155_776
+BLOCK_7B = 7_077_888 + 24_576 + 17 * EXPERT_7B + 3_072 + 16
+OUTSIDE_7B = 128_256 * 1536 + 1536
+TOTAL_7B = 7_134_107_584
+STATE = ("weights (fp32)", "gradients (fp32)", "AdamW moments (2 x fp32)")
+
+
+RECIPE_7B = load_recipe(Path(__file__).parents[2] / "configs/pretrain_7b.yaml")
+
+
+def estimate_7b(**changes):
+    return estimate_recipe(RECIPE_7B, batch_size=1, **changes)
+
+
+def test_replicas_keep_the_whole_state():
+    assert OUTSIDE_7B + 28 * BLOCK_7B == TOTAL_7B
+    assert estimate_7b(layout=Layout(ranks=64)).items == estimate_7b().items
+    assert sum(estimate_7b().items[name] for name in STATE) == 16 * TOTAL_7B
+
+
+def test_sharded_state_is_a_share_beside_two_gathered_blocks_and_the_embedding():
+    whole, items = estimate_7b().items, estimate_7b(layout=Layout(ranks=64, parallelism="fsdp")).items
+    assert sum(items[name] for name in STATE) == 16 * TOTAL_7B / 64
+    assert items["gathered weights: embedding and two blocks (fp32)"] == 4 * (OUTSIDE_7B + 2 * BLOCK_7B)
+    # What the passes multiply by and what they save is a rank's own.
+    for name in ("weights in bf16 for the products", "saved activations (28 blocks)"):
+        assert items[name] == whole[name]
+    # A block's fp32 gradient as it is made, as everywhere, and one on its way to its shards, which is alive when the
+    # head's chunk and hidden gradient are gone: without it nothing is beyond the head.
+    assert items["a block's gradients before they are added (fp32)"] == 4 * BLOCK_7B
+    backward = items["backward pass of a block beyond the head's"]
+    temporaries = 4096 * 2 * (2 * (2 * 1536 + 3 * 3072) + 3 * 3072 + 2 * 1536)
+    assert backward == 4 * BLOCK_7B + temporaries - 4096 * (128_256 + 1536) * 2
+    assert "backward pass of a block beyond the head's" not in whole
+
+
+def test_one_rank_shards_nothing():
+    assert estimate_7b(layout=Layout(1, "fsdp")).items == estimate_7b().items
+
+
+def test_ranks_that_share_the_experts_keep_their_own():
+    """Of 16 experts each of 8 ranks has 2, the number that a token uses: the active parameters."""
+    items = estimate_7b(layout=Layout(ranks=16, expert_ranks=8)).items
+    active = TOTAL_7B - 28 * 14 * EXPERT_7B
+    assert active == 1_585_043_392
+    assert sum(items[name] for name in STATE) == 16 * active
+    assert items["weights in bf16 for the products"] == 2 * active
+    assert items["rows between the experts' ranks"] == 2 * 4096 * 2 * 1536 * 2
+    # On the reference path, each token's 2 + 1 experts also save silu(gate), and the 2 routed ones their outputs.
+    beyond = items["saved activations (28 blocks)"] - estimate_7b().items["saved activations (28 blocks)"]
+    statistics = 4 * (2 + 16 + 4 * 2)
+    assert beyond == 28 * 4096 * (2 * (3 * 3072 + 2 * 1536) - statistics)
+
+
+def test_several_gpus_share_a_steps_windows():
+    """With 24 GB a GPU takes 4 windows at once; the recipe's key counts the micro-batches of all GPUs."""
+    assert fastest_that_fits(RECIPE, 24 * 10**9, Layout(ranks=8))[0][:2] == (4, 8)
+    assert fastest_that_fits(RECIPE, 24 * 10**9, Layout(ranks=32))[0][:2] == (1, 32)
+    assert fastest_that_fits(RECIPE_7B, 80 * 10**9) is None
+
+
+def test_recomputed_blocks_have_no_copies_of_their_weights_but_one():
+    """All 28 recomputed: the embedding's and norm's, and one block's, in bf16."""
+    every, none = (
+        estimate_recipe(RECIPE_7B.replace(training=RECIPE_7B.training.replace(**changes).model_dump())).items
+        for changes in ({"grad_checkpoint": True, "grad_checkpoint_every": 1}, {})
+    )
+    name = "weights in bf16 for the products"
+    assert every[name] == 2 * (OUTSIDE_7B + BLOCK_7B)
+    assert none[name] == 2 * TOTAL_7B
 
 
 def test_muon_keeps_one_tensor_for_each_matrix():

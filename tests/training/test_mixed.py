@@ -115,7 +115,7 @@ def test_windows_are_those_of_the_corpora_and_never_cross_them(folders, parts):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_any_number_of_loader_workers_gives_the_same_stream(parts, workers):
+def test_d25_any_number_of_loader_workers_gives_the_same_stream(parts, workers):
     dataset = open_corpus(parts, tiny_run.WINDOW)
     order = dataset.order(5)
     loader = DataLoader(

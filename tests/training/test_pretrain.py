@@ -3,7 +3,6 @@ shards."""
 
 import dataclasses
 import signal
-import threading
 
 import pytest
 import tiny_run
@@ -291,15 +290,20 @@ def test_max_steps_stops_below_and_above_total_steps_and_keeps_the_schedule(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, number):
+def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypatch, number):
     options = options_for(tmp_path, corpus, total_steps=1000, save_interval=1000)
-    timer = threading.Timer(0.6, signal.raise_signal, [number])
-    before = signal.getsignal(number)
-    timer.start()
+    before, step = signal.getsignal(number), loop.train_step
+
+    def interrupted(run):
+        if run.state.step == 4:
+            signal.raise_signal(number)
+        return step(run)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
     assert pretrain(options) == 3
     assert signal.getsignal(number) == before
     (stop,) = tiny_run.events(tmp_path / "run", "stop")
-    assert stop["reason"] == number.name
+    assert (stop["reason"], stop["step"]) == (number.name, 5)
     assert tiny_run.digests(tmp_path / "run", stop["step"])
     assert tiny_run.rows(tmp_path / "run")[-1]["step"] == stop["step"]
 

@@ -23,13 +23,13 @@ class PermuteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """x_RD in the order of order_R, whose inverse is inverse_R."""
+        """The rows in another order: x_RD[order_R]."""
         ctx.save_for_backward(inverse_R)
         return x_RD[order_R]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Of x_RD alone."""
+        """The gradient's rows, put back in x_RD's order."""
         (inverse_R,) = ctx.saved_tensors
         return gradients[0][inverse_R], None, None
 

@@ -66,15 +66,20 @@ class FusedAttention(torch.autograd.Function):
             o_BTHd, lse_BHT, state = causal_attention(*_views(qkv_NC, geometry, batch))
             if clamped_H is not None:
                 add_sink_(o_BTHd, lse_BHT, clamped_H)
-        ctx.geometry, ctx.weights, ctx.parameters = geometry, (w_qkv, w_out), (q_proj, kv_proj)
-        ctx.save_for_backward(x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, *state)
+        ctx.geometry, ctx.parameters = geometry, (q_proj, kv_proj)
+        # Saved, not kept on ctx: what is saved is freed by the backward pass, even if someone still holds an output.
+        ctx.save_for_backward(
+            x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, w_qkv, w_out, *state
+        )
         return torch.addmm(x_ND, o_BTHd.view(x_ND.shape[0], -1), w_out.t())
 
     @staticmethod
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x_ND, the norm's gain, the sinks and the projections, in forward's order."""
-        x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, *state = ctx.saved_tensors
-        geometry, (w_qkv, w_out) = ctx.geometry, ctx.weights
+        (
+            x_ND, gain_D, rstd_N, h_ND, qkv_NC, o_BTHd, lse_BHT, cos_TP, sin_TP, sink_H, w_qkv, w_out, *state,
+        ) = ctx.saved_tensors  # fmt: skip
+        geometry = ctx.geometry
         dout_ND = dout_ND.contiguous()
         do_BTHd = (dout_ND @ w_out).view_as(o_BTHd)
         do_proj = matrix_gradient(dout_ND, o_BTHd.view(dout_ND.shape[0], -1))

@@ -94,7 +94,7 @@ class FusedMoE(torch.autograd.Function):
             shared_gate_up = h_ND @ w_shared.t()
             shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
             shared_ND = shared_hidden @ w_shared_down.t()
-            shared = (shared_gate_up, shared_hidden)
+            shared = (shared_gate_up, shared_hidden, w_shared, w_shared_down)
         y_ND = sum_rows(out_RD, row_of_slot_NK, x_ND, shared_ND)
 
         n_tokens = x_ND.shape[0]
@@ -104,12 +104,12 @@ class FusedMoE(torch.autograd.Function):
         aux = n * (load_E * routing.sums[:n]).sum() / n_tokens
         entropy, z_loss = routing.sums[n] / n_tokens, routing.sums[n + 1] / n_tokens
         ctx.geometry, ctx.shapes = geometry, (gates[0].shape[0], len(matrices))
-        ctx.weights = (w_gate_up, w_down, *((w_shared, w_shared_down) if shared else ()))
         ctx.n_routing = len(routing)
         ctx.has_bias = bias_E is not None
+        # Saved, not kept on ctx: what is saved is freed by the backward pass, even if someone still holds an output.
         ctx.save_for_backward(
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
-            load_E, *routing, *shared,
+            load_E, w_gate_up, w_down, *routing, *shared,
         )  # fmt: skip
         ctx.mark_non_differentiable(load_E, entropy)
         return y_ND, aux, z_loss, load_E, entropy
@@ -119,12 +119,11 @@ class FusedMoE(torch.autograd.Function):
         """Gradients of x_ND, the norm's gain, the router and the experts' matrices, in forward's order."""
         (
             x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
-            load_E, *rest,
+            load_E, w_gate_up, w_down, *rest,
         ) = ctx.saved_tensors  # fmt: skip
         routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
         geometry, n_tokens = ctx.geometry, x_ND.shape[0]
         multiply, gradient_of = geometry.products
-        w_gate_up, w_down, *w_shared = ctx.weights
         dy_ND = dy_ND.contiguous()
 
         dy_RD = tokens_to_rows(dy_ND, row_of_slot_NK)
@@ -142,13 +141,13 @@ class FusedMoE(torch.autograd.Function):
             list(ddown_EDF),
         )
         if shared:
-            shared_gate_up, shared_hidden = shared
-            dshared_gate_up, _none = swiglu_backward(dy_ND @ w_shared[1], shared_gate_up, None, geometry.clamped)
+            shared_gate_up, shared_hidden, w_shared, w_shared_down = shared
+            dshared_gate_up, _none = swiglu_backward(dy_ND @ w_shared_down, shared_gate_up, None, geometry.clamped)
             ddowns.append(matrix_gradient(dy_ND, shared_hidden))
             dshared = matrix_gradient(dshared_gate_up, h_ND)
             dgates.append(dshared[:hidden_size])
             dups.append(dshared[hidden_size:])
-            dshared_ND = dshared_gate_up @ w_shared[0]
+            dshared_ND = dshared_gate_up @ w_shared
 
         assert dweight_R is not None
         dprob_E, dlse = daux * geometry.n_experts * load_E / n_tokens, dz * 2.0 / n_tokens

@@ -1,0 +1,58 @@
+"""The GPUs that a plan is for: their names, memory and links."""
+
+import re
+from dataclasses import dataclass
+
+from gpt_oss_lite.training.flops import card_name, device_peak_flops
+from shared_data.errors import UserError
+
+# Bytes per second of one GPU's links to the others of its node, in one direction: half of the data sheets' figure for
+# NVLink; for the others PCIe 4.0 with 16 lanes.
+_NVLINK = {r"A100-SXM4.*": 300e9, r"H100( 80GB HBM\de?)?|H100 SXM5.*|H200|GH200.*": 450e9, r"B200|GB200": 900e9}
+_PCIE = 32e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The GPUs that are there. A name that is not known is a UserError."""
+
+    gpus: int
+    gpu: str = "NVIDIA H100 80GB HBM3"
+    """Name that CUDA reports."""
+    gpu_gb: float = 80.0
+    """Memory of each, 10^9 bytes."""
+    gpus_per_node: int = 8
+    network_gbit: float = 400.0
+    """Rate of the network for each GPU of a node, in Gbit/s: NDR InfiniBand, a port a GPU."""
+
+    def __post_init__(self) -> None:
+        if device_peak_flops(self.gpu) is None:
+            raise UserError(
+                f"--gpu is {self.gpu}: its peak is not known; it must be a name as CUDA reports it, such as "
+                "'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB' or 'NVIDIA B200'"
+            )
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bf16 peak of a GPU in FLOP/s."""
+        peak = device_peak_flops(self.gpu)
+        assert peak is not None
+        return peak
+
+    def link_rate(self, ranks: int) -> float:
+        """Bytes per second and GPU, in one direction, of an exchange between `ranks` GPUs, of whole nodes where they
+        do not fit into one. Every port of a node carries a part of an exchange that leaves it."""
+        card = card_name(self.gpu)
+        local = next((rate for pattern, rate in _NVLINK.items() if re.fullmatch(pattern, card)), _PCIE)
+        if ranks <= self.gpus_per_node:
+            return local
+        return min(local, self.gpus_per_node * self.network_gbit / 8 * 1e9)
+
+
+def usable_ranks(windows: int, gpus: int, gpus_per_node: int) -> list[int]:
+    """Numbers of ranks, up to `gpus`, that share a step's windows evenly: of one node, or of whole ones."""
+    return [
+        ranks
+        for ranks in range(1, min(gpus, windows) + 1)
+        if windows % ranks == 0 and (ranks < gpus_per_node or ranks % gpus_per_node == 0)
+    ]
