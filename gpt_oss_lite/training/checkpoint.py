@@ -331,6 +331,18 @@ class CheckpointManager:
         except DamagedCheckpoint:
             return False
 
+    def expect_one_file(self, step: int) -> None:
+        """Refuse a step in shards.
+
+        Raises:
+            UserError: with the command that makes one file of it.
+        """
+        if self.is_sharded(step):
+            raise UserError(
+                f"{self.folder} has step {step} in shards; make it one file first: gpt-oss-lite checkpoints "
+                f"consolidate {self.folder} --step {step}"
+            )
+
     def _is_complete(self, step: int) -> bool:
         try:
             files = self.meta(step)["files"]
@@ -397,11 +409,7 @@ def load_model(
     step = manager.latest_step() if step is None else step
     if step is None:
         raise UserError(f"{manager.folder} has no complete checkpoint")
-    if manager.is_sharded(step):
-        raise UserError(
-            f"{manager.folder} has step {step} in shards; make it one file first: gpt-oss-lite checkpoints consolidate "
-            f"{run_or_checkpoint_folder} --step {step}"
-        )
+    manager.expect_one_file(step)
     try:
         config = ModelConfig(**manager.meta(step)["model"])
     except (KeyError, TypeError, ValidationError) as error:

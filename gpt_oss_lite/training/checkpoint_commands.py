@@ -157,8 +157,7 @@ def diff(
     theirs = ours if other is None else _manager(other)
     metas = ours.verify(first), theirs.verify(second)
     for manager, step in ((ours, first), (theirs, second)):
-        if manager.is_sharded(step):
-            raise UserError(f"{manager.folder}: step {step} is in shards; `checkpoints consolidate` makes it one file")
+        manager.expect_one_file(step)
     fields = {
         key: [meta.get(key) for meta in metas]
         for key in sorted(metas[0].keys() | metas[1].keys())

@@ -27,6 +27,8 @@ from shared_data.errors import UserError
 # A rank that is alive may be behind for long (it compiles, or its disk is slow), and NCCL counts from when an operation
 # is queued, which may be steps before it can start: the operations' own time-out only ends a deadlock.
 OPERATION_TIMEOUT = timedelta(minutes=30)
+# The first rank, which failed and says why, leaves first, so that the launcher takes it for the cause.
+PAUSE_FOR_THE_FIRST_S = 2.0
 WAIT_PIECE = timedelta(seconds=20)
 
 
@@ -197,6 +199,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         yield Ranks(rank, size, local_rank, store, liveness)
     except MainRankFailed:
         liveness.leave()
+        time.sleep(PAUSE_FOR_THE_FIRST_S)
         raise
     except Exception as error:
         liveness.leave(failed=str(error))

@@ -185,6 +185,7 @@ def _check_init_from(init_from: Path, recipe: Recipe) -> None:
     step = source.latest_step()
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
+    source.expect_one_file(step)
     check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
 
 

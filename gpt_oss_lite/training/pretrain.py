@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.transformer import RouterStats
-from gpt_oss_lite.training.background import Outcome
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.diagnosis import diagnose
 from gpt_oss_lite.training.distributed import MainRankFailed, Ranks, joined_ranks, mute_all_but_the_first
@@ -37,10 +36,11 @@ from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
 from gpt_oss_lite.training.run_folder import locked
+from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, save, wait_for_last_save
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import EXIT_FAILED, ProgressReporter, describe, progress, say
+from shared_data.console import EXIT_FAILED, ProgressReporter, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
@@ -305,69 +305,6 @@ def evaluate_now(run: Run) -> None:
     run.logger.event("eval", step, **evaluation.as_dict())
     bpb = evaluation.total.bits_per_byte
     say(f"eval {step:>6} | loss {evaluation.total.loss:.4f} | bits per byte {'n/a' if bpb is None else f'{bpb:.4f}'}")
-
-
-def save(run: Run) -> None:
-    """Start writing the checkpoint of the last step; training stands still for the copy alone."""
-    with run.throughput.paused():
-        if run.parallel.sharded:
-            run.ranks.from_main(partial(sync_log, run), share=False)
-            words = run.optimizer, run.state.step, run.scheduler, run.meta(), run.ranks
-            run.waits[run.state.step] = run.saver.save_in_shards(run.model, *words)
-        else:
-            run.ranks.from_main(partial(start_saving, run), share=False)
-
-
-def start_saving(run: Run) -> None:
-    """`save` of a whole model, on the rank that writes."""
-    sync_log(run)
-    waited = run.saver.save(run.model, run.optimizer, run.state.step, run.scheduler, run.meta())
-    run.waits[run.state.step] = waited
-
-
-def sync_log(run: Run) -> None:
-    """Make the log durable, so that it never ends before its checkpoint."""
-    try:
-        run.logger.sync()
-    except OSError as error:
-        say(f"WARNING: the log could not be made durable: {describe(error)}")
-
-
-def report_saves(run: Run, outcomes: list[Outcome]) -> None:
-    """Record the checkpoints whose writing ended."""
-    for outcome in outcomes:
-        waited = run.waits.pop(outcome.step)
-        details = {"seconds": outcome.seconds, "attempts": outcome.attempts, **asdict(waited)}
-        if outcome.error is None:
-            run.logger.event("save", outcome.step, **details)
-        else:
-            run.logger.event("save_failed", outcome.step, error=describe(outcome.error), **details)
-
-
-def report_end_of_saving(run: Run) -> None:
-    """Wait for the checkpoint that is being written, and record what became of it."""
-    report_saves(run, run.saver.drain())
-
-
-def wait_for_last_save(run: Run) -> None:
-    """Wait for the checkpoint that the run ends with.
-
-    Raises:
-        OSError: it could not be written; on ranks that do not write, MainRankFailed.
-    """
-    run.ranks.from_main(partial(expect_last_save, run), share=False)
-
-
-def expect_last_save(run: Run) -> None:
-    """`wait_for_last_save`, on the rank that writes.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    outcomes = run.saver.drain()
-    report_saves(run, outcomes)
-    if outcomes and outcomes[-1].error is not None:
-        raise outcomes[-1].error
 
 
 def report_spikes(run: Run, spikes: list[Spike]) -> None:

@@ -73,7 +73,7 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
 
 def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path):
     corpus = tiny_run.make_corpus(tmp_path / "corpus")
-    recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, total_steps=3)
+    recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, total_steps=5)
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -84,5 +84,5 @@ def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path
     outputs = [node.communicate(timeout=180)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
-    assert [row["step"] for row in tiny_run.rows(tmp_path / "runs" / "tiny-001")] == [1, 2, 3]
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "runs" / "tiny-001")] == [1, 2, 3, 4, 5]
     assert sum("[ranks] 2, ddp" in output for output in outputs) == 1  # one rank speaks
