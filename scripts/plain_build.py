@@ -114,7 +114,8 @@ class PlainBuild(nn.Module):
 
     def norm(self, index: int, x: Tensor) -> Tensor:
         gain = self.norms[index].weight
-        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps)
+        # Autocast makes the norm fp32 on CUDA, and grouped products take 16 bits.
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps).to(x.dtype)
 
 
 @torch.compile
