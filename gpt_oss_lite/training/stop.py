@@ -1,4 +1,4 @@
-"""Stopping in good order: SIGTERM, SIGINT or a time limit end the run after the step in progress."""
+"""Stopping in good order: SIGTERM, SIGINT, SIGHUP or a time limit end the run after the step in progress."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ import torch
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.late import LAG_STEPS, HostCopy
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TIME_IS_UP = 1000
 
 
@@ -52,7 +52,9 @@ class StopRequest:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere (a notebook's worker) there is nothing to install.
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            # What is ignored stays so: nohup asks for a run that outlives its terminal.
+            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(

@@ -289,7 +289,7 @@ def test_max_steps_stops_below_and_above_total_steps_and_keeps_the_schedule(tmp_
     assert pretrain(dataclasses.replace(options, max_steps=9, resume_latest=True)) == 0  # nothing left to do
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypatch, number):
     options = options_for(tmp_path, corpus, total_steps=1000, save_interval=1000)
     before, step = signal.getsignal(number), loop.train_step
@@ -306,6 +306,21 @@ def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypa
     assert (stop["reason"], stop["step"]) == (number.name, 5)
     assert tiny_run.digests(tmp_path / "run", stop["step"])
     assert tiny_run.rows(tmp_path / "run")[-1]["step"] == stop["step"]
+
+
+def test_a_closed_terminal_does_not_stop_a_run_under_nohup(tmp_path, corpus, monkeypatch):
+    step = loop.train_step
+
+    def hung_up(run):
+        signal.raise_signal(signal.SIGHUP)
+        return step(run)
+
+    monkeypatch.setattr(loop, "train_step", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert pretrain(options_for(tmp_path, corpus, total_steps=4)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_max_hours_exits_3_after_a_save(tmp_path, corpus):
