@@ -107,9 +107,8 @@ def test_windows_are_those_of_the_corpora_and_never_cross_them(folders, parts):
         assert all(torch.equal(one, other) for one, other in zip(mixed[index], pair, strict=True))
     with pytest.raises(IndexError):
         mixed[len(mixed)]
-    names = [PretrainDataset(folder, tiny_run.WINDOW) for folder in folders]
-    window = len(names[0]) + len(names[1])
-    report, own = report_window(mixed, window), report_window(names[2], 0)
+    window = len(alone[0]) + len(alone[1])
+    report, own = report_window(mixed, window), report_window(alone[2], 0)
     assert (report.shard, report.token, report.text) == (own.shard, own.token, own.text)
     assert report.sources == own.sources
 
