@@ -177,8 +177,8 @@ class CorpusPart(ConfigBlock):
 
     @model_validator(mode="after")
     def _is_whole_steps(self) -> Self:
-        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6:
-            raise ValueError(f"weight is {self.weight}: it must have at most four decimals")
+        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6 or self.turns == 0:
+            raise ValueError(f"weight is {self.weight}: it must be at least 0.0001 and have at most four decimals")
         return self
 
 

@@ -51,7 +51,9 @@ def test_the_copy_is_the_run_and_a_lost_run_comes_back_from_it_bit_for_bit(optio
     assert copies == here
 
     shutil.rmtree(options.out)  # the machine is gone, and its disk
-    assert pretrain(dataclasses.replace(options, seed=None, auto_resume=True)) == 0
+    assert pretrain(dataclasses.replace(options, seed=None, max_steps=8, auto_resume=True)) == 0
+    shutil.rmtree(options.out)
+    assert pretrain(dataclasses.replace(options, seed=None, resume_latest=True)) == 0
     assert tiny_run.rows(options.out) == tiny_run.rows(plain.out)
     assert tiny_run.digests(options.out, 12) == tiny_run.digests(plain.out, 12)
     assert mirror.steps() == [4, 8, 10, 12]
@@ -154,3 +156,9 @@ def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
     assert other.newest_good() == 2
     (shard,) = (path for path in run.rglob("*.safetensors"))
     assert (other.shards(2) / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_nothing_to_go_on_with_here_or_there_is_one_line(options):
+    with pytest.raises(UserError, match=r"run holds no run to go on with; leave out --resume to start one"):
+        pretrain(dataclasses.replace(options, seed=None, resume_latest=True))
+    assert not options.out.exists()
