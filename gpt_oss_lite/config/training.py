@@ -193,7 +193,7 @@ class DataConfig(ConfigBlock):
     """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder. Or several, as a
     list of `{path: FOLDER, weight: 0.7}`: windows are drawn from each by its weight."""
     validation_data_path: str | None = Field(None, min_length=1)
-    """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
+    """The same for validation. Null: the folder validation/ in train_data_path, where that is one corpus."""
     data_mix: str | None = None
     """Name of the mixture that the corpus, or each of several, must have been made with. Null: not checked."""
 

@@ -107,9 +107,8 @@ def test_windows_are_those_of_the_corpora_and_never_cross_them(folders, parts):
         assert all(torch.equal(one, other) for one, other in zip(mixed[index], pair, strict=True))
     with pytest.raises(IndexError):
         mixed[len(mixed)]
-    names = [PretrainDataset(folder, tiny_run.WINDOW) for folder in folders]
-    window = len(names[0]) + len(names[1])
-    report, own = report_window(mixed, window), report_window(names[2], 0)
+    window = len(alone[0]) + len(alone[1])
+    report, own = report_window(mixed, window), report_window(alone[2], 0)
     assert (report.shard, report.token, report.text) == (own.shard, own.token, own.text)
     assert report.sources == own.sources
 
@@ -222,7 +221,10 @@ def test_without_a_validation_path_of_its_own_an_evaluation_is_refused(tmp_path,
             [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.2}],
             "train_data_path has weights that add up to 0.9",
         ),
-        ([{"path": "a", "weight": 0.70001}, {"path": "b", "weight": 0.29999}], "at least 0.0001 and have at most four decimals"),
+        (
+            [{"path": "a", "weight": 0.70001}, {"path": "b", "weight": 0.29999}],
+            "at least 0.0001 and have at most four decimals",
+        ),
         ([{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1e-11}], "weight is 1e-11: it must be at least 0.0001"),
         ([{"path": "a", "weight": 0.5}, {"path": "a", "weight": 0.5}], "train_data_path names a twice"),
         ([{"path": "a", "weight": 1.0}], "at least 2"),
