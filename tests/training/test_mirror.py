@@ -139,15 +139,12 @@ def test_a_url_that_cannot_be_opened_is_one_line(options, url):
     assert not options.out.exists()
 
 
-<<<<<<< HEAD
-=======
 def test_nothing_to_go_on_with_here_or_there_is_one_line(options):
     with pytest.raises(UserError, match=r"run holds no run to go on with; leave out --resume to start one"):
         pretrain(dataclasses.replace(options, seed=None, resume_latest=True))
     assert not options.out.exists()
 
 
->>>>>>> main
 def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
     run, model = tmp_path / "run", GPTOSS(ModelConfig(**tiny_run.MODEL))
     training = TrainingConfig()
@@ -165,12 +162,3 @@ def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
     assert other.newest_good() == 2
     (shard,) = (path for path in run.rglob("*.safetensors"))
     assert (other.shards(2) / shard.name).read_bytes() == shard.read_bytes()
-<<<<<<< HEAD
-
-
-def test_nothing_to_go_on_with_here_or_there_is_one_line(options):
-    with pytest.raises(UserError, match=r"run holds no run to go on with; leave out --resume to start one"):
-        pretrain(dataclasses.replace(options, seed=None, resume_latest=True))
-    assert not options.out.exists()
-=======
->>>>>>> main
