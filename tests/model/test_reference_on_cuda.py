@@ -50,7 +50,7 @@ def test_bf16_autocast_stays_near_fp32_and_repeats_bit_by_bit() -> None:
     assert logits.dtype == torch.bfloat16
     # A router's near-tie may go the other way in bf16 (on a CPU too), and that token's logits with it.
     off_BT = (logits.float() - exact).abs().amax(dim=-1) / exact.abs().max()
-    assert off_BT.flatten().quantile(0.95) < 0.05
+    assert off_BT.flatten().quantile(0.95) < 0.02
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 
