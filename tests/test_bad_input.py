@@ -104,6 +104,12 @@ CASES = {
     "pad beyond the rows": (lambda: edit_manifest(pad_token_id=64), PRETRAIN, ["pad_token_id is 64", "64 rows"]),
     "vocabulary of another tokenizer": (
         lambda: edit_manifest(vocab_size=128000), PRETRAIN, ["vocab_size is 128000", "64 rows"]),
+    "vocabulary smaller than the corpus's": (
+        None, [*PRETRAIN, "--set", "model.vocab_size=40"],
+        ["corpus/manifest.json: vocab_size is 61, but", "model.vocab_size 40, model.padded_vocab_size 64",
+         "Set model.vocab_size: 61"]),
+    "vocabulary larger than the corpus's": (
+        None, [*PRETRAIN, "--set", "model.vocab_size=62"], ["vocab_size is 61, but", "model.vocab_size 62"]),
     "id beyond the rows": (lambda: write_ids(64), PRETRAIN, ["corpus/shard_00001.bin", "id 64", "64 rows"]),
     "id beyond int32": (lambda: write_ids(2**32 - 1), PRETRAIN, ["corpus/shard_00001.bin", "4294967295"]),
     "another mixture": (
@@ -121,7 +127,13 @@ CASES = {
         None, [*PRETRAIN, "--resume-from", "3", "--auto-resume"], ["--resume-from", "--auto-resume"]),
     "recipe changed on resume": (
         None, ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume", "latest", "--set", "training.lr=0.5"],
-        ["training.lr was 0.01, is 0.5"]),
+        ["training.lr was 0.01, is 0.5", "--config run/config.yaml has the run's own"]),
+    "corpus of the recipe is gone on resume": (
+        None,
+        ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume", "latest", "--set",
+         "data.train_data_path=data/quickstart/pretrain_chinchilla"],
+        ["run was started with other values: data.train_data_path was corpus, is data/quickstart/pretrain_chinchilla",
+         "--config run/config.yaml has the run's own"]),
     "no run to start from": (None, [*PRETRAIN, "--init-from", "none"], ["none"]),
     "negative steps": (None, [*PRETRAIN, "--max-steps", "-1"], ["--max-steps is -1"]),
     "hours not finite": (None, [*PRETRAIN, "--max-hours", "nan"], ["--max-hours is nan"]),

@@ -258,7 +258,8 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
             value = getattr(manifest, key)
             if value >= rows:
                 raise UserError(f"{where}: {key} is {value}, but {have}. {advice}")
-        if manifest.vocab_size > rows:
+        if manifest.vocab_size != model.vocab_size:
+            advice = f"Set model.vocab_size: {manifest.vocab_size}, or prepare the corpus with another tokenizer."
             raise UserError(f"{where}: vocab_size is {manifest.vocab_size}, but {have}. {advice}")
         _check_mixture(manifest, where, data_mix)
     elif data_mix is not None:
