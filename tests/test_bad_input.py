@@ -63,7 +63,7 @@ PRETRAIN = ["pretrain", "--config", "recipe.yaml", "--out", "new"]
 # name: (what is done to the folder, the command, words that the line must have)
 CASES = {
     "no recipe": (None, ["pretrain", "--config", "none.yaml"], ["none.yaml"]),
-    "recipe is a folder": (None, ["pretrain", "--config", "corpus"], ["corpus", "directory"]),
+    "recipe is a folder": (None, ["pretrain", "--config", "corpus"], ["--config corpus", "folder"]),
     "recipe is empty": (lambda: Path("recipe.yaml").write_text(""), PRETRAIN, ["recipe.yaml", "empty"]),
     "recipe is no text": (lambda: Path("recipe.yaml").write_bytes(b"\xff\x00"), PRETRAIN, ["recipe.yaml"]),
     "rate is not finite": (lambda: edit_recipe("lr: 0.01", "lr: .nan"), PRETRAIN, ["training.lr", "nan", "finite"]),
@@ -91,8 +91,14 @@ CASES = {
     "corpus of one empty file": (
         lambda: Path("ids.bin").touch(), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"], ["ids.bin", "0 bytes"]),
     "corpus file of odd size": (
-        lambda: Path("ids.bin").write_bytes(b"12345"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
+        lambda: Path("ids.bin").write_bytes(b"1\x00345"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
         ["ids.bin", "5 bytes"]),
+    "corpus is text": (
+        lambda: Path("mine.txt").write_text("A text, naïve.\n" * 1000),
+        [*PRETRAIN, "--set", "data.train_data_path=mine.txt"], ["mine.txt: it holds text", "`gpt-oss-lite prepare`"]),
+    "corpus is JSON lines": (
+        lambda: Path("mine.jsonl").write_text('{"text": "x"}\n'),
+        [*PRETRAIN, "--set", "data.train_data_path=mine.jsonl"], ["mine.jsonl: it holds text", "prepare"]),
     "corpus shorter than a window": (
         lambda: np.arange(9, dtype="<u4").tofile("ids.bin"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
         ["ids.bin", "9 tokens", "17"]),

@@ -107,9 +107,10 @@ def propose(cluster: Cluster, hours: float) -> Proposal:
         too_slow = min(found, key=lambda one: one.hours, default=too_slow)
     if too_slow is None:
         raise UserError(f"--gpu-gb is {cluster.gpu_gb:g}: no recipe of {', '.join(LADDER)} fits into that")
+    where = count_of(too_slow.gpus, "GPU") + (f" of the {cluster.gpus}" if too_slow.gpus < cluster.gpus else "")
     raise UserError(
-        f"--hours is {hours:g}: the smallest recipe that fits, {too_slow.recipe}, takes about {too_slow.hours:.3g} h "
-        f"on {count_of(too_slow.gpus, 'GPU')} of {cluster.gpus}"
+        f"--hours is {hours:g}: it must be at least {math.ceil(100 * too_slow.hours) / 100:g} with --gpus "
+        f"{cluster.gpus}, which {too_slow.recipe}, the smallest recipe that fits, takes on {where}"
     )
 
 

@@ -42,7 +42,7 @@ from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, 
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import EXIT_FAILED, ProgressReporter, progress, say
+from shared_data.console import EXIT_FAILED, ProgressReporter, count_of, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
@@ -167,7 +167,7 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
             return EXIT_STOPPED
     wait_for_last_save(run)
     run.logger.event("done", run.state.step)
-    say(f"done: {run.state.step} steps in {run.folder}")
+    say(f"done: {count_of(run.state.step, 'step')} in {run.folder}")
     return EXIT_DONE
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from shared_data.changes import keep_origin, refuse_another_corpus
 from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
-from shared_data.console import say
+from shared_data.console import count_of, say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import (
@@ -279,11 +279,11 @@ def show(report: dict[str, Any]) -> None:
     show_table(table)
     long_context = report["long_context"]
     say(
-        f"long context: {long_context['windows']:,} windows, {long_context['tokens']:,} tokens, of which "
+        f"long context: {count_of(long_context['windows'], 'window')}, {long_context['tokens']:,} tokens, of which "
         f"{long_context['insert_tokens']:,} are passkeys ({long_context['inserts']:,} inserts)"
     )
     say(
-        f"{report['corpus']}: {report['train_tokens']:,} training tokens in {report['shards']} shards, "
+        f"{report['corpus']}: {report['train_tokens']:,} training tokens in {count_of(report['shards'], 'shard')}, "
         f"{report['validation_tokens']:,} for validation; the mixture is within "
         f"{report['largest_deviation_tokens']:,.0f} tokens of its target at every shard (longest document "
         f"{report['longest_document_tokens']:,})"
