@@ -29,6 +29,7 @@ from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import step_windows
+from gpt_oss_lite.training.profiling import WARMUP_STEPS
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 
@@ -36,7 +37,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 ROOT = Path(__file__).resolve().parents[1]
 READINGS = 3
 PROFILED = 3
-PROFILE_WARMUP = 3  # of gpt_oss_lite.training.profiling
 
 Interval = tuple[float, float]
 
@@ -150,7 +150,7 @@ class TestBed:
 
     def profile(self, row: Row) -> dict[str, float]:
         """Exchange in the profiled steps of a row, on its first rank."""
-        run = self._train(row, PROFILE_WARMUP + PROFILED + 1, ["training.log_interval=1000"], ["--profile", PROFILED])
+        run = self._train(row, WARMUP_STEPS + PROFILED + 1, ["training.log_interval=1000"], ["--profile", PROFILED])
         with gzip.open(run / "profile/trace.json.gz") as file:
             return exchange_of(json.load(file)["traceEvents"])
 

@@ -20,7 +20,6 @@ import typer
 from gpt_oss_lite.inference.passkey import open_corpus_filler, passkey
 from gpt_oss_lite.inference.perplexity import by_position, evaluate
 from gpt_oss_lite.inference.text import Settings, complete
-from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.report.run_log import SAMPLES_NAME
 from gpt_oss_lite.training.checkpoint import load_model
 from gpt_oss_lite.training.dataset import PretrainDataset
@@ -166,11 +165,6 @@ def _windows(width: int) -> int:
     return max(32_768 // width, 1)
 
 
-def parameters(model: GPTOSS) -> dict[str, int]:
-    """Parameters in all and per token."""
-    return {"total": model.num_parameters(), "active": model.num_active_parameters()}
-
-
 @app.command()
 def ask(
     checkpoint: Annotated[Path, typer.Option(metavar="RUN", help="Run folder.", show_default=False)],
@@ -178,8 +172,7 @@ def ask(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the answers go.", show_default=False)],
 ) -> None:
     """Ask a trained model everything."""
-    asked = Questions(checkpoint, json.loads(questions.read_bytes()))
-    write_atomic(out, json.dumps({**asked.answer(), "parameters": parameters(asked.model)}))
+    write_atomic(out, json.dumps(Questions(checkpoint, json.loads(questions.read_bytes())).answer()))
 
 
 if __name__ == "__main__":

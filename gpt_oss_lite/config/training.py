@@ -179,8 +179,8 @@ class CorpusPart(ConfigBlock):
 
     @model_validator(mode="after")
     def _is_whole_steps(self) -> Self:
-        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6:
-            raise ValueError(f"weight is {self.weight}: it must have at most four decimals")
+        if abs(self.weight * WEIGHT_STEPS - self.turns) > 1e-6 or self.turns == 0:
+            raise ValueError(f"weight is {self.weight}: it must be at least 0.0001 and have at most four decimals")
         return self
 
 
@@ -195,7 +195,7 @@ class DataConfig(ConfigBlock):
     """Folder with manifest.json and shards, or one file of tokens. Relative to the working folder. Or several, as a
     list of `{path: FOLDER, weight: 0.7}`: windows are drawn from each by its weight."""
     validation_data_path: str | None = Field(None, min_length=1)
-    """The same for validation. Null: the folder validation/ in train_data_path, where it exists."""
+    """The same for validation. Null: the folder validation/ in train_data_path, where that is one corpus."""
     data_mix: str | None = None
     """Name of the mixture that the corpus, or each of several, must have been made with. Null: not checked."""
 

@@ -22,6 +22,8 @@ from gpt_oss_lite.model.rope import RotaryEmbedding, RotaryTables
 from gpt_oss_lite.model.routing import AverageLoad, LayerStats
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROUTED = ".moe.experts."
+"""In the name of a routed expert's parameter."""
 
 
 class RouterStats(NamedTuple):
@@ -181,7 +183,7 @@ class GPTOSS(nn.Module):
 
     def num_active_parameters(self) -> int:
         """Parameters that one token uses: all but its layers' idle experts."""
-        routed = sum(parameter.numel() for name, parameter in self.named_parameters() if ".moe.experts." in name)
+        routed = sum(parameter.numel() for name, parameter in self.named_parameters() if ROUTED in name)
         idle = self.config.n_experts - self.config.experts_per_token
         return self.num_parameters() - routed * idle // self.config.n_experts
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpt_oss_lite.options import AsJson, print_json
 from shared_data.console import progress, say
 from shared_data.errors import UserError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, verify, delete, compare and consolidate the checkpoints of a run.", no_args_is_help=True)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its checkpoints/.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command("list")
@@ -28,7 +28,7 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
     manager = _manager(run)
     rows = [_describe(manager, step) for step in manager.list_checkpoints()]
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     if not rows:
         say(f"{manager.folder} has no complete checkpoint")
@@ -83,7 +83,7 @@ def verify(
             problems[number] = _problem(manager, number)
             report.advance(1)
     if as_json:
-        print(json.dumps({str(number): problem or "good" for number, problem in problems.items()}, indent=2))
+        print_json({str(number): problem or "good" for number, problem in problems.items()})
     else:
         for number, problem in problems.items():
             print(f"step {number}: {problem or 'good'}")
@@ -165,7 +165,7 @@ def diff(
     }
     tensors = compare_tensors(ours.files(first)[0], theirs.files(second)[0])
     if as_json:
-        print(json.dumps({"meta": fields, "tensors": tensors}, indent=2))
+        print_json({"meta": fields, "tensors": tensors})
     else:
         for key, values in fields.items():
             print(f"meta {key}: {json.dumps(values[0])} -> {json.dumps(values[1])}")

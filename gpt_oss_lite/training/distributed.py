@@ -88,9 +88,7 @@ class Ranks:
             try:
                 self.store.wait([key], WAIT_PIECE)
                 break
-            except distributed.DistNetworkError:
-                raise
-            except distributed.DistStoreError:
+            except distributed.DistStoreError:  # the time is up: an error of the network is another one
                 continue  # `liveness` ends this process when the first rank is gone
         answer = json.loads(self.store.get(key))
         if "failed" in answer:
@@ -127,7 +125,7 @@ class Ranks:
             return
         if not self.is_main:
             complain(f"error: {reason}")
-        self.liveness.leave(failed=reason)
+        self.liveness.leave(failed=True)
 
     def find_the_missing(self, error: Exception) -> None:
         """Where an operation broke because another rank is gone: wait until that rank is named, which ends this
@@ -180,7 +178,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             raise MainRankFailed from None  # one line a host is enough
         raise
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_from_environment(), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_cuda = torch.cuda.is_available()
     if on_cuda and local_rank >= torch.cuda.device_count():
@@ -201,8 +199,8 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         liveness.leave()
         time.sleep(PAUSE_FOR_THE_FIRST_S)
         raise
-    except Exception as error:
-        liveness.leave(failed=str(error))
+    except Exception:
+        liveness.leave(failed=True)
         raise
     liveness.leave()
     distributed.destroy_process_group()

@@ -4,7 +4,6 @@ Each check gives one finding in plain words: good, to be noticed, or one that wo
 does not keep the others from being made.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ from typing import Annotated
 import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
-from gpt_oss_lite.options import AsJson, Config, Overrides
+from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from shared_data.console import count_of, describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder
@@ -62,7 +61,7 @@ def doctor(
             print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
     fatal = [finding.check for finding in findings if finding.state == FATAL]
     if as_json:
-        print(json.dumps({"ready": not fatal, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print_json({"ready": not fatal, "findings": [asdict(finding) for finding in findings]})
     else:
         print(f"the run would be lost: see {', '.join(fatal)}" if fatal else "ready")
     return 1 if fatal else 0

@@ -163,7 +163,7 @@ def evaluate(
             for window, losses_T in zip(batch, losses_BT.double().cpu().numpy(), strict=True):
                 _add(result.total, losses_T.sum(), losses_T.size)
                 if has_sidecars:
-                    _add_by_source(result, sources, int(window) * dataset.max_seq_len + 1, losses_T)
+                    _add_by_source(result, sources, dataset.start_of(int(window)) + 1, losses_T)
     result = _sum(ranks.gather(result))
     result.by_source = dict(sorted(result.by_source.items()))
     return result

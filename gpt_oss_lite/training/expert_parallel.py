@@ -15,10 +15,7 @@ from torch import Tensor, distributed, nn
 
 from gpt_oss_lite.model.backends.rows import PermuteRows, combine, sort_by_expert
 from gpt_oss_lite.model.routing import Routing, count_slots
-from gpt_oss_lite.model.transformer import GPTOSS
-
-MARK = ".moe.experts."
-"""In the name of a routed expert's parameter."""
+from gpt_oss_lite.model.transformer import GPTOSS, ROUTED
 
 
 class _Exchange(torch.autograd.Function):
@@ -41,8 +38,9 @@ class ExpertGroup:
     """The ranks that hold a model's routed experts together, and the ranks that hold the same ones as this.
 
     Args:
-        ranks: of the job; neighbours make a group.
-        size: P, a divisor of them and of the number of experts.
+        n_ranks: of the job; neighbours make a group.
+        size: P, a divisor of n_ranks and of the number of experts.
+        device_type: of the ranks' devices.
     """
 
     def __init__(self, n_ranks: int, size: int, device_type: str) -> None:
@@ -109,4 +107,4 @@ class ExpertGroup:
 
 def expert_parameters(model: GPTOSS) -> list[nn.Parameter]:
     """Parameters of the routed experts that this rank holds."""
-    return [parameter for name, parameter in model.named_parameters() if MARK in name]
+    return [parameter for name, parameter in model.named_parameters() if ROUTED in name]

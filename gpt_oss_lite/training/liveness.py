@@ -54,21 +54,23 @@ class Liveness:
         self._store.set(f"who/{self._rank}", json.dumps({"pid": os.getpid(), **_where()}))
         self._thread.start()
 
-    def leave(self, failed: str | None = None) -> None:
+    def leave(self, failed: bool = False) -> None:
         """This rank is done: its silence means nothing from now on. The first rank, which may host the store, leaves
-        last.
+        last. A second call does nothing.
 
         Args:
-            failed: why, where it leaves because of an error of its own, which the other ranks cannot go on after.
+            failed: whether it leaves because of an error of its own, which the other ranks cannot go on after.
         """
+        if self._over.is_set():
+            return
         self._over.set()
         self._thread.join()
         # A store that has gone with its launcher has no reader left, and ranks that do not leave are ended by others.
         with contextlib.suppress(RuntimeError):
-            if failed is None:
-                self._store.set(f"left/{self._rank}", "1")
+            if failed:
+                self._accuse({})
             else:
-                self._accuse(self._rank, "failed: " + " ".join(failed.split()))
+                self._store.set(f"left/{self._rank}", "1")
             if self._rank == 0:
                 others = [f"left/{rank}" for rank in range(1, self._size)]
                 self._store.wait(others, timedelta(seconds=LAST_WAIT_S if failed else self._silence_s))
@@ -111,10 +113,10 @@ class Liveness:
         """End this process when another rank has been found missing; kill that one if it lies stopped on this host."""
         if not self._store.check(["missing"]):
             return
-        missing = json.loads(self._store.get("missing"))
-        if not missing["who"]:
+        who = json.loads(self._store.get("missing"))
+        if not who:
             time.sleep(PAUSE_FOR_THE_FAILED_S)
-        _kill(missing["who"])
+        _kill(who)
         os._exit(EXIT_FAILED)
 
     def _end_the_job(self, who: dict[str, Any], what: str) -> None:
@@ -123,13 +125,14 @@ class Liveness:
             f"error: rank {self._watched}{place} {what}; the job ends. Its newest checkpoint is whole: go on with "
             "--auto-resume, which torchrun --max-restarts does by itself"
         )
-        self._accuse(self._watched, what, who)
+        self._accuse(who)
         _kill(who)
         time.sleep(2 * self._tick_s)  # for the others to read it
         os._exit(EXIT_FAILED)
 
-    def _accuse(self, rank: int, what: str, who: dict[str, Any] | None = None) -> None:
-        self._store.set("missing", json.dumps({"rank": rank, "what": what, "who": who or {}}))
+    def _accuse(self, who: dict[str, Any]) -> None:
+        """Let all ranks end: a process is missing, or, where it is unknown, one has failed and said so itself."""
+        self._store.set("missing", json.dumps(who))
 
 
 def _where() -> dict[str, str]:

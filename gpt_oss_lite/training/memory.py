@@ -18,7 +18,7 @@ import torch
 
 from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
-from gpt_oss_lite.model.transformer import DTYPES, GPTOSS
+from gpt_oss_lite.model.transformer import DTYPES, GPTOSS, ROUTED
 from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
 from shared_data.errors import UserError
@@ -229,12 +229,12 @@ class _ParameterCounts(NamedTuple):
     def of(cls, model: GPTOSS, optimizer: str) -> "_ParameterCounts":
         """Those of a model, on any device."""
         matrices = muon_matrices(model) if optimizer == "muon" else {}
-        muon = sum(matrix.numel() for name, matrix in matrices.items() if ".moe.experts." not in name)
+        muon = sum(matrix.numel() for name, matrix in matrices.items() if ROUTED not in name)
         routed = blocks = total = 0
         for name, parameter in model.named_parameters():
             total += parameter.numel()
             blocks += parameter.numel() if name.startswith("blocks.") else 0
-            routed += parameter.numel() if ".moe.experts." in name else 0
+            routed += parameter.numel() if ROUTED in name else 0
         n_layers = model.config.n_layers
         return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers, muon)
 

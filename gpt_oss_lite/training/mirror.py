@@ -54,7 +54,9 @@ class Mirror:
         place = f"{self._root}/{CHECKPOINTS}"
         if not self._store.exists(place):
             return []
-        sizes = {path.rsplit("/", 1)[1]: about["size"] for path, about in self._store.find(place, detail=True).items()}
+        found = self._store.find(place, detail=True)
+        # By what a meta calls a file: with its folder where it is a shard.
+        sizes = {path.rpartition(f"/{CHECKPOINTS}/")[2]: about["size"] for path, about in found.items()}
         complete = []
         for name in sizes:
             if name.startswith("meta_step_") and name.endswith(".json"):

@@ -32,6 +32,7 @@ class MixedDataset(PretrainDataset):
 
     def __init__(self, parts: Sequence[CorpusPart], max_seq_len: int, vocab_rows: int | None = None) -> None:
         self._parts = [PretrainDataset(part.path, max_seq_len, vocab_rows) for part in parts]
+        _check_apart(parts, self._parts)
         steps = [part.turns for part in parts]
         self._shares = tuple(step // math.gcd(*steps) for step in steps)
         self.max_seq_len, self.vocab_rows = max_seq_len, vocab_rows
@@ -72,6 +73,18 @@ class MixedDataset(PretrainDataset):
         total = sum(self._shares)
         weights = [share / total for share in self._shares]
         return {"total_tokens": self.total_tokens, "sha256": digest, "weights": weights}
+
+
+def _check_apart(parts: Sequence[CorpusPart], opened: Sequence[PretrainDataset]) -> None:
+    places: dict[Path, str] = {}
+    for part, dataset in zip(parts, opened, strict=True):
+        place = dataset.path.resolve()
+        if place in places:
+            raise UserError(
+                f"data.train_data_path: {places[place]} and {part.path} are one corpus: name it once, with the sum of "
+                "the weights"
+            )
+        places[place] = part.path
 
 
 def _check_same_tokenizer(parts: Sequence[PretrainDataset]) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt_oss_lite.config import TrainingConfig
-from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.model.transformer import GPTOSS, ROUTED
 from gpt_oss_lite.training.compiling import Forward
 from gpt_oss_lite.training.distributed import Ranks
-from gpt_oss_lite.training.expert_parallel import MARK, ExpertGroup
+from gpt_oss_lite.training.expert_parallel import ExpertGroup
 from gpt_oss_lite.training.optimizer import gradient_norm
 
 if TYPE_CHECKING:
@@ -73,21 +73,22 @@ def share_model(
     """
     if training.aux_loss_scope == "ranks" and ranks.size > 1:
         model.average_expert_load_by(lambda load_E: ranks.sum(load_E.clone()) / ranks.size)
-    if ranks.size > 1 and training.parallelism == "fsdp":
+    sharded = ranks.size > 1 and training.parallelism == "fsdp"
+    if sharded:
         _shard(model, ranks)
-        forward = compiled(model.hidden_states)
+    forward = compiled(model.hidden_states)
+    if sharded:
         # The head's weight stays gathered until a backward pass, or until it is put back.
         return Parallel(forward, nullcontext, 1, sharded=True, after_evaluation=cast("FSDPModule", model).reshard)
-    forward = compiled(model.hidden_states)
     if ranks.size == 1:
         return Parallel(forward, nullcontext, 1)
-    # Gradients that are views of the buckets need no second copy of them; they stay so if they are zeroed, not dropped.
     wrapped, experts = _HiddenStates(model, forward), None
     if training.expert_parallel_size > 1:
         experts = ExpertGroup(ranks.size, training.expert_parallel_size, ranks.device.type)
         experts.take_part(model)
-        names = [name for name, _ in wrapped.named_parameters() if MARK in name]
+        names = [name for name, _ in wrapped.named_parameters() if ROUTED in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)
+    # Gradients that are views of the buckets need no second copy of them; they stay so if they are zeroed, not dropped.
     replica = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
     if experts is None:
         return Parallel(replica, replica.no_sync, ranks.size, keeps_gradients=True)

@@ -12,6 +12,7 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, che
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.distributed import Ranks, check_split
+from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
 from gpt_oss_lite.training.mixed import open_corpus
@@ -89,11 +90,15 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     """
     ranks = ranks or Ranks()
     recipe = load_recipe(options.config, options.overrides)
+    if recipe.training.fp8_head:
+        check_fp8_head(ranks.device)
     check_split(recipe.training, ranks.size)
     _check_options(options, recipe)
     check_trackers(recipe.training)
     folder, resuming = choose_run_folder(options.config, options.out, options.resume)
     resuming = _ask_second_home(options, recipe.training.mirror, folder, resuming)
+    if options.resume.wanted and not options.resume.auto and not resuming:
+        raise UserError(f"{folder} holds no run to go on with; leave out --resume to start one")
     if resuming:
         mend_run_files(folder)
         # Before the corpus: where its path is another, that is the reason.

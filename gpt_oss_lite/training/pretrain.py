@@ -120,7 +120,7 @@ def train(run: Run, stop: StopRequest) -> int:
         with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:
             return step_until_the_end(run, stop, bar)
     except Exception:
-        report_saves(run, run.saver.drain())  # the newest checkpoint is what the next process goes on from
+        report_end_of_saving(run)  # the newest checkpoint is what the next process goes on from
         raise
 
 

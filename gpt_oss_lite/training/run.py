@@ -18,7 +18,6 @@ from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
-from gpt_oss_lite.training.fp8 import check_fp8_head
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, layout_of, meta_model
@@ -132,8 +131,6 @@ def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
     options, recipe, training, ranks = plan.options, plan.recipe, plan.recipe.training, plan.ranks
     device = ranks.device
-    if training.fp8_head:
-        check_fp8_head(device)
     record, files = ranks.from_main(lambda: _recorded(plan))
     seed = record["seed"]
     knobs = set_knobs(training.deterministic)

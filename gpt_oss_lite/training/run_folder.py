@@ -66,7 +66,7 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
         The folder and whether a run is in it already (which the command then goes on with).
 
     Raises:
-        UserError: --out holds a run and nothing says to go on with it, or there is nothing to go on with.
+        UserError: --out holds a run and nothing says to go on with it, or no folder is named or found to go on in.
     """
     if out is None and resume.wanted and config.name == CONFIG_NAME and _holds_run(config.parent):
         out = config.parent
@@ -86,8 +86,6 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
         )
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - START_FILES):
         raise UserError(f"{out} is not an empty folder, and holds no run; choose another --out")
-    if resume.wanted and not resume.auto:
-        raise UserError(f"{out} holds no run to go on with; leave out --resume to start one")
     return out, False
 
 

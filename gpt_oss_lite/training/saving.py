@@ -5,6 +5,7 @@ write that failed for good leaves the older checkpoints whole, and the run tries
 last save of a process must succeed, or the process says that it failed.
 """
 
+import errno
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.training.background import PAUSES_S, BackgroundWriter, Outcome
 from gpt_oss_lite.training.checkpoint import CheckpointManager
-from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.distributed import MainRankFailed, Ranks
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.snapshot import HostBuffers, Snapshot, take_snapshot
 from shared_data.console import describe, say
@@ -92,6 +93,8 @@ class Saver:
         except OSError as failure:
             error = failure
             say(f"WARNING: CHECKPOINT OF STEP {step} NOT WRITTEN: {describe(failure)}")
+        except MainRankFailed:  # training goes on with all ranks or with none
+            error = OSError(errno.EIO, "the first rank could not write it")
         waited = Waited(free - started, time.perf_counter() - free)
         if error is None and ranks.is_main and self._mirror is not None:
             self._writer.submit(step, lambda: self._copy(step))

@@ -31,6 +31,7 @@ from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
 from gpt_oss_lite.training.snapshot import Snapshot, applying, read_tensors, whole_shapes
+from shared_data.console import describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder, sha256_file
 
@@ -67,7 +68,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
         Size and SHA-256 of every rank's file, by name.
 
     Raises:
-        OSError: this rank's part could not be written.
+        OSError: on every rank, where the part of one of them could not be written.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -76,16 +77,25 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
     try:
         dcp.save(dict(tensors), storage_writer=writer)
     except dcp.CheckpointException as failure:  # on every rank, when one of them failed
-        reasons = {f"rank {rank}: {error[0]}" for rank, error in failure.failures.items()}
-        raise OSError(errno.EIO, f"could not be written ({'; '.join(sorted(reasons))})", str(folder)) from None
-    mine = {}
-    for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        mine[path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    files = {name: about for part in ranks.gather(mine) for name, about in part.items()}
+        raise _not_written(folder, {rank: str(error[0]) for rank, error in failure.failures.items()}) from None
+    mine, reason = {}, None
+    try:
+        for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            mine[path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    except OSError as error:  # the others wait for this rank's answer all the same
+        reason = describe(error)
+    answers = ranks.gather((mine, reason))
+    if reasons := {rank: reason for rank, (_, reason) in enumerate(answers) if reason is not None}:
+        raise _not_written(folder, reasons)
     ranks.from_main(lambda: fsync_folder(folder), share=False)
-    return files
+    return {name: about for part, _ in answers for name, about in part.items()}
+
+
+def _not_written(folder: Path, reasons: Mapping[int, str]) -> OSError:
+    words = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+    return OSError(errno.EIO, f"could not be written ({words})", str(folder))
 
 
 def _empty(folder: Path) -> None:
@@ -116,6 +126,7 @@ def save_shards(
 
     Raises:
         OSError: it could not be written; there is no meta of this step then.
+        MainRankFailed: the same, on a rank that could do its own part.
     """
     tensors, folder = named_tensors(model, optimizer), manager.shards(step)
     sizes = {name: n for part in ranks.gather({k: t.nbytes for k, t in tensors.items()}) for name, n in part.items()}

@@ -34,7 +34,7 @@ class StopRequest:
         """`reason` as a number, for the ranks of a job to agree on: a signal's, TIME_IS_UP, or 0 to go on."""
         if self._signal is not None:
             return int(self._signal)
-        return TIME_IS_UP if self.reason is not None else 0
+        return TIME_IS_UP if self._deadline is not None and time.monotonic() >= self._deadline else 0
 
     def describe(self, code: int) -> str:
         """The reason behind a `code` of any rank."""
@@ -43,11 +43,8 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """Why to stop; None: go on."""
-        if self._signal is not None:
-            return self._signal.name
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return f"--max-hours {self._max_hours:g}"
-        return None
+        code = self.code
+        return self.describe(code) if code else None
 
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere (a notebook's worker) there is nothing to install.

@@ -101,5 +101,6 @@ def test_the_model_compiles_whole_and_once_for_twenty_routings(config):
     assert len({tuple(load.flatten().tolist()) for load in loads}) > 15  # the routings do differ
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         plain, plain_stats = model.hidden_states(ids)
-    if torch.equal(plain_stats.expert_load, loads[-1]):
+    # On a GPU the compiler rounds otherwise, which may send a token elsewhere.
+    if DEVICE == "cpu" or torch.equal(plain_stats.expert_load, loads[-1]):
         assert relative_error(h, plain) < 0.05

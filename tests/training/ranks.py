@@ -32,6 +32,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    blocked: str | None = None
+    """A path in the run that is a folder with something in it before the first step, where a file is to come."""
     dump: str | None = None
     """Where the first rank writes whole weights and moments as they are before the first step."""
 
@@ -89,6 +91,8 @@ def _pretrain(job: Job, rank: int) -> int:
         opened = real(plan)
         if job.dump is not None:
             dump_state(opened, job.dump)
+        if job.blocked is not None and rank == 0:
+            (opened.folder / job.blocked / "in the way").mkdir(parents=True)
         forward, count = opened.forward, 0
 
         def watched(*words: Any, **names: Any) -> Any:

@@ -167,6 +167,16 @@ def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path, capsys
     assert CheckpointManager(stopped / "checkpoints").newest_good() == stop["step"]
 
 
+def test_a_checkpoint_in_shards_that_cannot_be_written_stops_no_rank(setting, tmp_path):
+    _, recipe = setting
+    run = tmp_path / "run"
+    job = Job(2, str(recipe), str(run), WORDS["fsdp"], seed=3, blocked="checkpoints/counts_step_10.pt")
+    assert ranks.run(job) == [[0, 0]]
+    (failed,), (saved,) = tiny_run.events(run, "save_failed"), tiny_run.events(run, "save")
+    assert (failed["step"], saved["step"]) == (10, 20)
+    assert CheckpointManager(run / "checkpoints").list_checkpoints() == [20]
+
+
 def test_global_routing_statistics_make_the_split_of_a_micro_batch_nothing_to_the_aux_loss(setting, tmp_path):
     _, recipe = setting
     scope = ["training.aux_loss_scope=ranks", "training.aux_loss_alpha=1.0"]

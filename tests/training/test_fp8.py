@@ -1,6 +1,7 @@
 """The head in 8-bit floats: exact for what the rounded numbers are, near what the unrounded ones would give."""
 
 import pytest
+import tiny_run
 import torch
 import torch.nn.functional as F
 from tiny_run import ROOT
@@ -9,6 +10,7 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, check_fp8_head
 from gpt_oss_lite.training.loss import head_cross_entropy
 from gpt_oss_lite.training.memory import estimate_recipe
+from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
 from shared_data.errors import UserError
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -69,7 +71,13 @@ def test_it_is_near_the_unrounded_computation_in_every_chunking(inputs):
         assert relative_error(weight.grad, exact_w.grad) < 0.05
 
 
-def test_it_is_refused_where_it_cannot_run():
+def test_it_is_refused_where_it_cannot_run(tmp_path):
+    if DEVICE == "cpu":
+        corpus = tiny_run.make_corpus(tmp_path / "corpus")
+        recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, fp8_head=True)
+        with pytest.raises(UserError, match=r"training.fp8_head is true"):
+            pretrain(PretrainOptions(config=recipe, out=tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match=r"training.fp8_head is true, and the device is cpu: it needs a GPU"):
         check_fp8_head(torch.device("cpu"))
     recipe = ROOT / "configs/pretrain_h200_502m.yaml"

@@ -9,9 +9,14 @@ import fsspec
 import pytest
 import tiny_run
 
+from gpt_oss_lite.config import ModelConfig, TrainingConfig
+from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.mirror import Mirror
+from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+from gpt_oss_lite.training.sharded import save_shards
 from shared_data.errors import UserError
 
 
@@ -46,7 +51,9 @@ def test_the_copy_is_the_run_and_a_lost_run_comes_back_from_it_bit_for_bit(optio
     assert copies == here
 
     shutil.rmtree(options.out)  # the machine is gone, and its disk
-    assert pretrain(dataclasses.replace(options, seed=None, auto_resume=True)) == 0
+    assert pretrain(dataclasses.replace(options, seed=None, max_steps=8, auto_resume=True)) == 0
+    shutil.rmtree(options.out)
+    assert pretrain(dataclasses.replace(options, seed=None, resume_latest=True)) == 0
     assert tiny_run.rows(options.out) == tiny_run.rows(plain.out)
     assert tiny_run.digests(options.out, 12) == tiny_run.digests(plain.out, 12)
     assert mirror.steps() == [4, 8, 10, 12]
@@ -130,3 +137,28 @@ def test_a_url_that_cannot_be_opened_is_one_line(options, url):
     with pytest.raises(UserError, match=rf"training.mirror is {url}: "):
         pretrain(options)
     assert not options.out.exists()
+
+
+def test_nothing_to_go_on_with_here_or_there_is_one_line(options):
+    with pytest.raises(UserError, match=r"run holds no run to go on with; leave out --resume to start one"):
+        pretrain(dataclasses.replace(options, seed=None, resume_latest=True))
+    assert not options.out.exists()
+
+
+def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
+    run, model = tmp_path / "run", GPTOSS(ModelConfig(**tiny_run.MODEL))
+    training = TrainingConfig()
+    optimizer = make_optimizer(model, training)
+    manager = CheckpointManager(run / "checkpoints", keep=1)
+    mirror = Mirror(url, run)
+    for step in (1, 2):
+        save_shards(manager, model, optimizer, step, make_scheduler(optimizer, training), {}, Ranks())
+        assert mirror.push(manager) == [step]
+        assert mirror.push(manager) == []
+    assert mirror.steps() == [2]
+    assert not [name for name in stored(url) if "step_1" in name]
+    other = CheckpointManager(tmp_path / "other/checkpoints")
+    mirror.fetch(2, other)
+    assert other.newest_good() == 2
+    (shard,) = (path for path in run.rglob("*.safetensors"))
+    assert (other.shards(2) / shard.name).read_bytes() == shard.read_bytes()

@@ -107,9 +107,8 @@ def test_windows_are_those_of_the_corpora_and_never_cross_them(folders, parts):
         assert all(torch.equal(one, other) for one, other in zip(mixed[index], pair, strict=True))
     with pytest.raises(IndexError):
         mixed[len(mixed)]
-    names = [PretrainDataset(folder, tiny_run.WINDOW) for folder in folders]
-    window = len(names[0]) + len(names[1])
-    report, own = report_window(mixed, window), report_window(names[2], 0)
+    window = len(alone[0]) + len(alone[1])
+    report, own = report_window(mixed, window), report_window(alone[2], 0)
     assert (report.shard, report.token, report.text) == (own.shard, own.token, own.text)
     assert report.sources == own.sources
 
@@ -176,6 +175,14 @@ def test_corpora_of_two_tokenizers_are_refused(tmp_path, folders, changes, named
         open_corpus(parts, tiny_run.WINDOW)
 
 
+def test_one_corpus_under_two_names_is_refused(tmp_path, folders):
+    (tmp_path / "link").symlink_to(folders[0])
+    for name in (f"{folders[0]}/", f"{folders[0]}/../{folders[0].name}", str(tmp_path / "link")):
+        parts = [CorpusPart(path=path, weight=0.5) for path in (str(folders[0]), name)]
+        with pytest.raises(UserError, match=r"are one corpus: name it once, with the sum of the weights"):
+            open_corpus(parts, tiny_run.WINDOW)
+
+
 def test_each_corpus_is_checked_against_the_model_and_the_mixture(tmp_path, folders, parts):
     options = options_for(tmp_path, parts, "run", data={"data_mix": "tiny"})
     tiny_run.make_corpus(folders[2], 8, mixture="other")
@@ -214,7 +221,11 @@ def test_without_a_validation_path_of_its_own_an_evaluation_is_refused(tmp_path,
             [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.2}],
             "train_data_path has weights that add up to 0.9",
         ),
-        ([{"path": "a", "weight": 0.70001}, {"path": "b", "weight": 0.29999}], "must have at most four decimals"),
+        (
+            [{"path": "a", "weight": 0.70001}, {"path": "b", "weight": 0.29999}],
+            "at least 0.0001 and have at most four decimals",
+        ),
+        ([{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1e-11}], "weight is 1e-11: it must be at least 0.0001"),
         ([{"path": "a", "weight": 0.5}, {"path": "a", "weight": 0.5}], "train_data_path names a twice"),
         ([{"path": "a", "weight": 1.0}], "at least 2"),
     ],
