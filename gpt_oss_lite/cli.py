@@ -164,6 +164,10 @@ def estimate(
     if step_windows(recipe) % ranks:
         raise UserError(f"--ranks is {ranks}: it must divide the {step_windows(recipe)} windows of the recipe's step")
     layout = layout_of(recipe.training, ranks)
+    model = meta_model(recipe.model)
+    total, active = model.num_parameters(), model.num_active_parameters()
+    flops = flops_per_token(recipe.model, seq_len or recipe.model.max_seq_len)
+    parameters = f"parameters: {total:,}, active per token: {active:,}; {flops:,} FLOP/token, forward and backward"
     if gpu_gb is not None:
         if batch_size is not None or seq_len is not None:
             raise UserError("--gpu-gb chooses the micro-batch itself; it does not go with --batch-size or --seq-len")
@@ -174,18 +178,16 @@ def estimate(
         if as_json:
             print_json({**setting._asdict(), "bytes": fitting.items, "total_bytes": fitting.total_bytes})
             return
-        print(" ".join(f"--set {word}" for word in setting.overrides()))
+        print(parameters)
+        print("fits with: " + " ".join(f"--set {word}" for word in setting.overrides()))
         print(fitting.table())
         return
     result = estimate_recipe(recipe, batch_size, seq_len, layout=layout)
-    model = meta_model(recipe.model)
-    total, active = model.num_parameters(), model.num_active_parameters()
-    flops = flops_per_token(recipe.model, seq_len or recipe.model.max_seq_len)
     if as_json:
         figures = {"parameters": total, "active_parameters": active, "flops_per_token": flops}
         print_json({**figures, "bytes": result.items, "total_bytes": result.total_bytes})
         return
-    print(f"parameters: {total:,}, active per token: {active:,}; {flops:,} FLOP/token, forward and backward")
+    print(parameters)
     print(result.table())
 
 

@@ -26,7 +26,7 @@ from shared_data.manifest import TOKEN_BYTES
 from shared_data.records import COMPRESSED_SUFFIXES, PLAIN, Document, Span, find_files, read_documents
 from shared_data.remote import is_url
 from shared_data.scripts.clean import rules_of
-from shared_data.scripts.download_raw import fields_of
+from shared_data.scripts.download_raw import fields_of, refuse_without_text
 from shared_data.stage import Context, show_table
 from shared_data.tokenizing import tokenizer_of
 
@@ -55,7 +55,11 @@ ASSUMED = Sample(1.0, 1.0, BYTES_PER_TOKEN, BYTES_PER_SECOND_PER_WORKER)
 
 
 def sample_source(source: Source, paths: list[Path], context: Context) -> Sample:
-    """Prepare the beginnings of some of a source's files; ASSUMED where they hold no text."""
+    """Prepare the beginnings of some of a source's files; ASSUMED where they hold no text.
+
+    Raises:
+        UserError: none of the records there has the source's text_field.
+    """
     chosen = paths[:: max(1, len(paths) // SAMPLED_FILES)][:SAMPLED_FILES]
     tokenizer = tokenizer_of(context.config.tokenizer)
     started = time.perf_counter()
@@ -64,6 +68,8 @@ def sample_source(source: Source, paths: list[Path], context: Context) -> Sample
     texts = [normalise(document.text).text for document in documents if document.text]
     text_bytes = sum(len(text.encode()) for text in texts)
     if not text_bytes:
+        without = sum(document.reason == "no_text" for document in documents)
+        refuse_without_text(source, chosen, Counter({"read": len(documents), "dropped.no_text": without}))
         return ASSUMED
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from shared_data.config import DEFAULT_DATA_CONFIG, Mixture, PipelineConfig, load_mixture, load_universal_data_config
+from shared_data.config import (
+    DEFAULT_DATA_CONFIG,
+    DEFAULT_MIXTURE,
+    Mixture,
+    PipelineConfig,
+    load_mixture,
+    load_universal_data_config,
+)
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.executor import OthersNotDone, Workers, end_with_parent
@@ -110,6 +117,7 @@ class StageOptions:
             sources=tuple(own for own in mixed.sources if own.id in _selected(self.source, mixed)),
             workers=self.who(),
             config_name=config_name,
+            mixture_file=str(self.mixture or DEFAULT_MIXTURE),
             allow_changed=self.allow_changed,
         )
 
@@ -179,7 +187,7 @@ def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_jso
     with context.layout.locked(shared=array), TurnLock(context.layout.state) if array else nullcontext() as turn:
         try:
             # What libraries print meanwhile (Ray does, of a worker that died) is no part of the result.
-            with redirect_stdout(sys.stderr):
+            with redirect_stdout(sys.stderr), context.naming_the_mixture():
                 report = run(replace(context, workers=replace(context.workers, turn=turn)))
         except OthersNotDone as waiting:
             say(str(waiting))

@@ -17,6 +17,7 @@ from shared_data import options
 from shared_data.console import say
 from shared_data.dropped import Sample, dropped_samples
 from shared_data.files import write_if_changed
+from shared_data.layout import Layout
 from shared_data.manifest import Manifest, read_sidecar
 from shared_data.page_parts import PAGE, bar_with_target, drop_bar, histogram, table, tiles
 from shared_data.stage import Context
@@ -201,11 +202,17 @@ def write_page(context: Context, out: Path | None = None) -> Path:
 
 
 def corpus(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="The same as --data-root; or the corpus in it.", show_default=False),
+    ] = None,
     mixture: options.MixtureOption = None,
     data_config: options.DataConfigOption = None,
     data_root: options.DataRootOption = Path("data"),
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: state/reports/corpus.html.")] = None,
 ) -> None:
     """Write a page about a prepared corpus: tokens by source, drops by reason, lengths, samples of what was dropped."""
+    if folder is not None:
+        data_root = folder.parent if folder.name == Layout(folder).corpus.name else folder
     context = options.StageOptions(mixture=mixture, data_config=data_config, data_root=data_root).context()
     say(f"page: {write_page(context, out)}")

@@ -56,7 +56,8 @@ def prepare(
     """
     context = given.context()
     if dry_run:
-        expected = estimate(context)
+        with context.naming_the_mixture():
+            expected = estimate(context)
         show(expected)
         if as_json:
             print(json.dumps(expected, indent=2))

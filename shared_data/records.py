@@ -27,6 +27,7 @@ LINE_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
 HTML_SUFFIXES = (".html", ".htm")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
+KNOWN_SUFFIXES = (*LINE_SUFFIXES, *TEXT_SUFFIXES, *HTML_SUFFIXES, ".parquet")
 ALLOWED_SUFFIXES = "allowed: .jsonl, .json, .txt, .html, .htm, each also with .gz, .xz or .zst, and .parquet"
 
 
@@ -102,15 +103,35 @@ def find_files(patterns: Sequence[Path], source: str) -> list[Path]:
         matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
         files = [path for path in matches if path.is_file()]
         if not files:
-            raise UserError(f"source {source}: files: {pattern} matches no file")
+            raise UserError(f"source {source}: files: {_why_no_file(pattern)}")
         found.update(files)
     return check_suffixes(sorted(found), source)
+
+
+def _why_no_file(pattern: Path) -> str:
+    if not pattern.is_dir():
+        return f"{pattern} matches no file"
+    inside = sorted(base_suffix(path) for path in pattern.iterdir() if path.is_file())
+    suffix = next((suffix for suffix in inside if suffix in KNOWN_SUFFIXES), ".jsonl")
+    return f"{pattern} is a folder; write the files in it, such as {pattern}/*{suffix}"
+
+
+def first_keys(path: Path) -> list[str]:
+    """The keys of the first record of a file of JSON lines; none where it is another kind of file, or no record."""
+    if base_suffix(path) not in LINE_SUFFIXES:
+        return []
+    _, line = next(lines_of_stream(read_chunks(path)), (0, b""))
+    try:
+        record, _ = parse_json_line(line)
+    except (ValueError, RecursionError):
+        return []
+    return list(record) if isinstance(record, dict) else []
 
 
 def check_suffixes(paths: list[Path], source: str) -> list[Path]:
     """The paths, if all are of a known kind. Raises UserError for the first that is not."""
     for path in paths:
-        if base_suffix(path) not in (*LINE_SUFFIXES, *TEXT_SUFFIXES, *HTML_SUFFIXES, ".parquet"):
+        if base_suffix(path) not in KNOWN_SUFFIXES:
             raise UserError(f"source {source}: files: {path} has a suffix that is not known; {ALLOWED_SUFFIXES}")
     return paths
 

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,20 @@ class Context:
     workers: Workers
     config_name: str
     """The file that the config came from, for errors."""
+    mixture_file: str
+    """The file that the mixture came from."""
     allow_changed: bool = False
     """Whether a corpus made otherwise may be replaced (see `changes`)."""
+
+    @contextmanager
+    def naming_the_mixture(self) -> Iterator[None]:
+        """Errors about a source begin with the file that names it."""
+        try:
+            yield
+        except UserError as error:
+            if str(error).startswith("source "):
+                raise UserError(f"{self.mixture_file}: {error}") from None
+            raise
 
     def task_bytes(self, input_bytes: int) -> int:
         """Input bytes of a task of a source: a function of the input alone, so that any number of workers agrees."""

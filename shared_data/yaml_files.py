@@ -7,9 +7,10 @@ of nested aliases expands to gigabytes, and no configuration of ours needs them.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,6 +32,9 @@ class ConfigBlock(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Of a whole file: keys as other programs call them, at any depth, and as they are called here."""
 
 
 Block = TypeVar("Block", bound=BaseModel)
@@ -180,11 +184,19 @@ def _reads_back(text: str) -> bool:
         return False
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that is nearest to a mistyped one, as the end of a sentence."""
+def nearest(word: str, known: Iterable[str], other_names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A hint at the known word that is meant by a mistyped one, or by another program's, as the end of a sentence."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"the nearest known key is {close[0]}" if close else f"the known keys are {', '.join(known)}"
+    if (close := nearest_of(word, known, other_names)) is not None:
+        return f"the nearest known key is {close}"
+    return f"the known keys are {', '.join(known)}"
+
+
+def nearest_of(word: str, known: Collection[str], other_names: Mapping[str, str]) -> str | None:
+    """The known word that is meant by a mistyped one, or by another program's; None where none is near."""
+    if (meant := other_names.get(word.lower())) in known:
+        return meant
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.5)), None)
 
 
 _ALLOWED = {
@@ -244,7 +256,7 @@ def _describe(detail: Any, block: type[BaseModel]) -> str:
     place = tuple(part for part in detail["loc"] if not str(part).startswith("("))
     key = ".".join(str(part) for part in place)
     if kind == "extra_forbidden":
-        return f"{key} is not a known key; {nearest(str(place[-1]), known_keys(block, place[:-1]))}"
+        return f"{key} is not a known key; {_hint(str(place[-1]), block, place[:-1])}"
     if kind == "missing":
         return f"{key} is missing"
     if kind == "value_error":  # from a validator of ours: "key is value: it must ..."
@@ -259,6 +271,10 @@ def _describe(detail: Any, block: type[BaseModel]) -> str:
         choices = context["expected"].replace("'", "").replace("True", "true").replace("False", "false")
         return f"{key} is {show(detail['input'])}: it must be {choices}"
     return f"{key} is {show(detail['input'])}: {detail['msg']}"
+
+
+def _hint(key: str, block: type[BaseModel], path: Iterable[Any]) -> str:
+    return nearest(key, known_keys(block, path), block.OTHER_NAMES if issubclass(block, ConfigBlock) else {})
 
 
 def known_keys(block: type[BaseModel], path: Iterable[Any]) -> list[str]:

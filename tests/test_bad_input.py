@@ -63,7 +63,7 @@ PRETRAIN = ["pretrain", "--config", "recipe.yaml", "--out", "new"]
 # name: (what is done to the folder, the command, words that the line must have)
 CASES = {
     "no recipe": (None, ["pretrain", "--config", "none.yaml"], ["none.yaml"]),
-    "recipe is a folder": (None, ["pretrain", "--config", "corpus"], ["corpus", "directory"]),
+    "recipe is a folder": (None, ["pretrain", "--config", "corpus"], ["--config corpus", "folder"]),
     "recipe is empty": (lambda: Path("recipe.yaml").write_text(""), PRETRAIN, ["recipe.yaml", "empty"]),
     "recipe is no text": (lambda: Path("recipe.yaml").write_bytes(b"\xff\x00"), PRETRAIN, ["recipe.yaml"]),
     "rate is not finite": (lambda: edit_recipe("lr: 0.01", "lr: .nan"), PRETRAIN, ["training.lr", "nan", "finite"]),
@@ -91,8 +91,14 @@ CASES = {
     "corpus of one empty file": (
         lambda: Path("ids.bin").touch(), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"], ["ids.bin", "0 bytes"]),
     "corpus file of odd size": (
-        lambda: Path("ids.bin").write_bytes(b"12345"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
+        lambda: Path("ids.bin").write_bytes(b"1\x00345"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
         ["ids.bin", "5 bytes"]),
+    "corpus is text": (
+        lambda: Path("mine.txt").write_text("A text, naïve.\n" * 1000),
+        [*PRETRAIN, "--set", "data.train_data_path=mine.txt"], ["mine.txt: it holds text", "`gpt-oss-lite prepare`"]),
+    "corpus is JSON lines": (
+        lambda: Path("mine.jsonl").write_text('{"text": "x"}\n'),
+        [*PRETRAIN, "--set", "data.train_data_path=mine.jsonl"], ["mine.jsonl: it holds text", "prepare"]),
     "corpus shorter than a window": (
         lambda: np.arange(9, dtype="<u4").tofile("ids.bin"), [*PRETRAIN, "--set", "data.train_data_path=ids.bin"],
         ["ids.bin", "9 tokens", "17"]),
@@ -104,6 +110,12 @@ CASES = {
     "pad beyond the rows": (lambda: edit_manifest(pad_token_id=64), PRETRAIN, ["pad_token_id is 64", "64 rows"]),
     "vocabulary of another tokenizer": (
         lambda: edit_manifest(vocab_size=128000), PRETRAIN, ["vocab_size is 128000", "64 rows"]),
+    "vocabulary smaller than the corpus's": (
+        None, [*PRETRAIN, "--set", "model.vocab_size=40"],
+        ["corpus/manifest.json: vocab_size is 61, but", "model.vocab_size 40, model.padded_vocab_size 64",
+         "Set model.vocab_size: 61"]),
+    "vocabulary larger than the corpus's": (
+        None, [*PRETRAIN, "--set", "model.vocab_size=62"], ["vocab_size is 61, but", "model.vocab_size 62"]),
     "id beyond the rows": (lambda: write_ids(64), PRETRAIN, ["corpus/shard_00001.bin", "id 64", "64 rows"]),
     "id beyond int32": (lambda: write_ids(2**32 - 1), PRETRAIN, ["corpus/shard_00001.bin", "4294967295"]),
     "another mixture": (
@@ -121,7 +133,13 @@ CASES = {
         None, [*PRETRAIN, "--resume-from", "3", "--auto-resume"], ["--resume-from", "--auto-resume"]),
     "recipe changed on resume": (
         None, ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume", "latest", "--set", "training.lr=0.5"],
-        ["training.lr was 0.01, is 0.5"]),
+        ["training.lr was 0.01, is 0.5", "--config run/config.yaml has the run's own"]),
+    "corpus of the recipe is gone on resume": (
+        None,
+        ["pretrain", "--config", "recipe.yaml", "--out", "run", "--resume", "latest", "--set",
+         "data.train_data_path=data/quickstart/pretrain_chinchilla"],
+        ["run was started with other values: data.train_data_path was corpus, is data/quickstart/pretrain_chinchilla",
+         "--config run/config.yaml has the run's own"]),
     "no run to start from": (None, [*PRETRAIN, "--init-from", "none"], ["none"]),
     "negative steps": (None, [*PRETRAIN, "--max-steps", "-1"], ["--max-steps is -1"]),
     "hours not finite": (None, [*PRETRAIN, "--max-hours", "nan"], ["--max-hours is nan"]),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import command_line
@@ -128,6 +129,15 @@ def test_estimate_prints_the_described_figures(capsys):
     assert "parameters: 502,033,248, active per token: 247,229,280; 1,603,584,000 FLOP/token" in capsys.readouterr().out
 
 
+def test_estimate_says_what_fits_below_the_parameters(capsys):
+    assert gpt_oss_lite("estimate", "--config", RECIPE) == 0
+    parameters = capsys.readouterr().out.splitlines()[0]
+    assert gpt_oss_lite("estimate", "--config", RECIPE, "--gpu-gb", "24") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == parameters
+    assert re.match(r"fits with: --set training\.micro_batch_size=\d+ --set ", lines[1])
+
+
 def test_estimate_is_of_one_of_the_gpus_that_share_a_step(capsys):
     recipe = str(ROOT / "configs/pretrain_7b.yaml")  # parallelism: fsdp
     assert gpt_oss_lite("estimate", "--config", recipe, "--ranks", "64", "--json") == 0
@@ -194,7 +204,7 @@ def test_a_model_of_another_vocabulary_does_not_take_text(tmp_path, capsys):
     [
         (["--top-p", "1.5"], "--top-p is 1.5: it must be above 0"),
         (["--temperature", "-1", "--stream"], "--temperature is -1.0: it must be"),
-        (["--max-new-tokens", "-1"], "--max-new-tokens is -1: it must be at least 0"),
+        (["--max-new-tokens", "0"], "'--max-new-tokens': '0' should be greater than or equal to 1"),
         (["--max-new-tokens", "1000"], "the prompt has 2 tokens and --max-new-tokens is 1000: together"),
     ],
 )

@@ -182,7 +182,13 @@ BAD_INPUT = {
     "empty source": (replace("in/web.jsonl", ""), (), ["source web: all its files are empty"]),
     "empty config": (replace("data_config.yaml", ""), (), ["data_config.yaml: the file is empty"]),
     "empty corpus": (replace("in/web.jsonl", '{"text": "short"}\n'), (), ["source web has no document left"]),
-    "no text field": (replace("in/web.jsonl", '{"body": "x"}\n'), (), ["source web", "text in 'text'; set text_field"]),
+    "no text field": (
+        replace("in/web.jsonl", '{"title": "t", "body": "x"}\n'), (),
+        ["mixture.yaml: source web: none of its 1 record has text in 'text'; set text_field",
+         "(the first record has: title, body)"]),
+    "no text field, seen by a dry run": (
+        replace("in/web.jsonl", '{"title": "t", "body": "x"}\n'), ("--dry-run",),
+        ["mixture.yaml: source web: none of its 1 record has text in 'text'", "(the first record has: title, body)"]),
     "wrong tokenizer": (
         edit("data_config.yaml", tokenizer={"name": "gpt2"}), (), ["data_config.yaml", "gpt2", "llama3"]
     ),

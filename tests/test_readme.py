@@ -9,6 +9,9 @@ import pytest
 from doc_commands import Scene, blocks
 from warm_commands import WarmCommands
 
+from shared_data.config import PipelineConfig
+from shared_data.yaml_files import check_config, parse_yaml
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
@@ -45,6 +48,18 @@ def test_the_demo_lines_are_of_the_form_that_the_demo_prints():
     assert last <= 0.85 * first
     printed = re.findall(r"print\(f?\"(\w+)  ", (ROOT / "scripts/demo.py").read_text())
     assert [line.split()[0] for line in lines.splitlines() if line] == printed
+
+
+def test_each_page_is_listed_once():
+    listed = re.findall(r"\]\(docs/(\w+\.md)\)", README.split("\n## More\n")[1])
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_setting_that_leaves_out_passkeys_does():
+    (setting,) = re.findall(r"`(pack: .*?)` leaves them out", README)
+    config = check_config(PipelineConfig, parse_yaml(setting, "README.md"), "README.md")
+    assert config.pack.long_context.share == 0
+    assert PipelineConfig().pack.long_context.share == 0.1  # "a tenth"
 
 
 def test_its_pictures_are_small_and_whole():

@@ -1,6 +1,5 @@
 """Recipes as files: YAML with overrides in, YAML as resolved out."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,16 @@ from typing import Any
 from gpt_oss_lite.config.shipped import find_recipe
 from gpt_oss_lite.config.training import Recipe
 from shared_data.errors import UserError
-from shared_data.yaml_files import check_config, dump_yaml, known_keys, nearest, parse_yaml, read_yaml_mapping, show
+from shared_data.yaml_files import (
+    check_config,
+    dump_yaml,
+    known_keys,
+    nearest,
+    nearest_of,
+    parse_yaml,
+    read_yaml_mapping,
+    show,
+)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -58,5 +66,5 @@ def _apply(override: str, content: dict[str, Any]) -> str:
 def _nearest_in_a_block(name: str) -> str:
     """A hint at the key that was meant by a name without its block."""
     dotted = {key: f"{block}.{key}" for block in Recipe.model_fields for key in known_keys(Recipe, [block])}
-    close = difflib.get_close_matches(name, dotted, n=1, cutoff=0.5)
-    return f"the nearest known key is {dotted[close[0]]}" if close else "it must have the form block.key=value"
+    close = nearest_of(name, dotted, Recipe.OTHER_NAMES)
+    return f"the nearest known key is {dotted[close]}" if close else "it must have the form block.key=value"

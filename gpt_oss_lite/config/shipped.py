@@ -1,5 +1,6 @@
 """The recipes that come with the package, which are known by name: `--config quickstart`."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -18,14 +19,23 @@ def find_recipe(path: Path) -> Path:
     """The file that a recipe's path or name stands for; what lies in the working folder goes first.
 
     Raises:
-        UserError: there is no such file, but a recipe of that name comes with the package.
+        UserError: there is no such file.
     """
-    shipped = shipped_recipes().get(path.stem)
-    if shipped is None or path.is_file():
+    if path.exists() and not path.is_dir():
         return path
-    if str(path) == path.stem:
-        return shipped
-    raise UserError(f"{path}: there is no such file; the recipe {path.stem} of the package is taken by its name alone")
+    known = shipped_recipes()
+    if str(path) in known:
+        return known[str(path)]
+    if path.is_dir():
+        inside = next((file for file in sorted(path.glob("*.yaml"))), path / "RECIPE.yaml")
+        raise UserError(f"--config {path}: it is a folder; name the file in it, such as {inside}")
+    if path.stem in known:
+        hint = f"the recipe {path.stem} of the package is taken by its name alone"
+    elif close := difflib.get_close_matches(path.stem, known, n=1):
+        hint = f"the nearest recipe of the package is {close[0]} (`gpt-oss-lite recipes` lists them)"
+    else:
+        hint = "`gpt-oss-lite recipes` lists those of the package, which are taken by name"
+    raise UserError(f"--config {path}: there is no such file; {hint}")
 
 
 def summary(path: Path) -> str:

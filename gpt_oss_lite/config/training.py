@@ -1,11 +1,13 @@
 """The training and data blocks of a recipe."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from gpt_oss_lite.config.base import ConfigBlock
 from gpt_oss_lite.config.model import ModelConfig
+from gpt_oss_lite.config.other_names import OTHER_NAMES
 
 WEIGHT_STEPS = 10_000
 """Weights of corpora are multiples of one in so many."""
@@ -212,6 +214,8 @@ class DataConfig(ConfigBlock):
 
 class Recipe(ConfigBlock):
     """A whole recipe: one YAML file."""
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     model: ModelConfig
     training: TrainingConfig

@@ -18,7 +18,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue; may be empty. Without it, each line of the input is one.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 64,
     step: Step = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens only.")] = None,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TextIO
 from gpt_oss_lite.inference.generate import Sample, Speed, generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import load_model
-from shared_data.console import say
+from shared_data.console import count_of, say
 from shared_data.errors import UserError
 from shared_data.tokenizer import Tokenizer, load_tokenizer
 
@@ -163,7 +163,7 @@ def say_speed(speed: Speed) -> None:
     """Print how fast a prompt was read and tokens were drawn."""
     parts = []
     if speed.prefill_s > 0:
-        parts.append(f"prompt {speed.prefill_tokens:,} tokens in {speed.prefill_s:.2f} s")
+        parts.append(f"prompt {count_of(speed.prefill_tokens, 'token')} in {speed.prefill_s:.2f} s")
     if speed.decode_tokens_per_s is not None:
         rate = f"{speed.decode_tokens_per_s:.1f} tokens/s"
         parts.append(f"{speed.decode_tokens:,} more tokens in {speed.decode_s:.2f} s ({rate})")

@@ -27,6 +27,8 @@ Advance = Callable[[float], None]
 START_EVENTS = ("start", "resume")
 END_EVENTS = {"done": "done", "stop": "stopped", "give_up": "given up by the NaN guard"}
 SAMPLES_NAME = "samples.jsonl"
+NAMED_RUNS = 4
+"""Runs that an error's line names."""
 
 
 class JsonLines:
@@ -175,7 +177,7 @@ class RunReader:
             raise UserError(f"{folder} is not a folder: name a run's folder, e.g. runs/quickstart-001")
         files = {name: folder / f"{name}.jsonl" for name in ("metrics", "events")}
         if not any(path.is_file() for path in files.values()):
-            raise UserError(f"{folder} holds no run: neither metrics.jsonl nor events.jsonl is there")
+            raise UserError(f"{folder} holds no run: neither metrics.jsonl nor events.jsonl is there{_below(folder)}")
         self._folder = folder
         self._metrics, self._events = JsonLines(files["metrics"]), JsonLines(files["events"])
         self._samples = JsonLines(folder / SAMPLES_NAME)
@@ -195,6 +197,16 @@ class RunReader:
             record=_without_nulls(_read_json(record)),
             damaged=self._metrics.damaged + self._events.damaged + self._samples.damaged,
         )
+
+
+def _below(folder: Path) -> str:
+    """The runs in a folder of runs, the newest first, as the end of an error's line."""
+    inside = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
+    newest = sorted(inside, key=lambda run: (-run.stat().st_mtime, run.name))
+    if not newest:
+        return ""
+    more = f" and {len(newest) - NAMED_RUNS} more" if len(newest) > NAMED_RUNS else ""
+    return f"; the runs below are {', '.join(map(str, newest[:NAMED_RUNS]))}{more}"
 
 
 def unique_names(runs: Iterable[RunLog]) -> list[str]:

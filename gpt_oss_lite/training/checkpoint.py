@@ -389,6 +389,12 @@ def _check_size_before_building(config: ModelConfig, path: Path) -> None:
     check_weights_fit(meta_model(config), path)
 
 
+def _why_no_checkpoint(folder: Path) -> str:
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "is an export, which transformers loads; name the run that it was made of"
+    return "has no complete checkpoint"
+
+
 def load_model(
     run_or_checkpoint_folder: str | Path, step: int | None = None, device: str | torch.device = "cpu"
 ) -> tuple[GPTOSS, dict[str, Any]]:
@@ -408,7 +414,7 @@ def load_model(
     manager = CheckpointManager(checkpoint_folder(run_or_checkpoint_folder))
     step = manager.latest_step() if step is None else step
     if step is None:
-        raise UserError(f"{manager.folder} has no complete checkpoint")
+        raise UserError(f"{manager.folder} {_why_no_checkpoint(manager.folder)}")
     manager.expect_one_file(step)
     try:
         config = ModelConfig(**manager.meta(step)["model"])

@@ -1,5 +1,6 @@
 """The GPUs that a plan is for: their names, memory and links."""
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -47,6 +48,29 @@ class Cluster:
         if ranks <= self.gpus_per_node:
             return local
         return min(local, self.gpus_per_node * self.network_gbit / 8 * 1e9)
+
+
+def start_line(ranks: int, per_node: int, options: str = "") -> str:
+    """The words before `pretrain`'s own options: with several ranks torchrun's, on each node.
+
+    Args:
+        per_node: ranks of a node.
+        options: further ones of torchrun.
+    """
+    if ranks == 1:
+        return "gpt-oss-lite pretrain"
+    meeting = "--standalone"
+    if ranks > per_node:
+        nodes = ranks // per_node
+        meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500" --rdzv-id "$JOB"'
+    return " ".join(
+        filter(None, [f"torchrun {meeting} --nproc-per-node {per_node}", options, "-m gpt_oss_lite pretrain"])
+    )
+
+
+def start_line_of_this_job(ranks: int) -> str:
+    """`start_line` as torchrun started this process, one of some ranks."""
+    return start_line(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def usable_ranks(windows: int, gpus: int, gpus_per_node: int) -> list[int]:

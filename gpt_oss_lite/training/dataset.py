@@ -5,6 +5,7 @@ cross shards. Each shard is mapped once, when a window first needs it; the mappi
 may have more shards than the process may open files.
 """
 
+import codecs
 import errno
 import hashlib
 import os
@@ -31,6 +32,9 @@ PREPARE_COMMAND = "python data/prepare_data.py --stage pretrain"
 DEMO_FOLDER = Path("data/quickstart")
 # torch.save writes a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
 TENSOR_FILE_MAGIC = b"PK\x03\x04"
+
+HEAD_BYTES = 4096
+"""Of a corpus in one file, to tell text from ids."""
 
 # Ids are read before the first step up to this many tokens; every window's ids are checked when it is loaded besides.
 SCAN_TOKENS = 256_000_000
@@ -214,16 +218,30 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _open_file(path: Path) -> _Tokens:
     with open(path, "rb") as file:
-        magic = file.read(len(TENSOR_FILE_MAGIC))
+        head = file.read(HEAD_BYTES)
     size = path.stat().st_size
-    if magic == TENSOR_FILE_MAGIC:
+    if head.startswith(TENSOR_FILE_MAGIC):
         return _TensorFile(path)
+    if _is_text(head):
+        raise UserError(
+            f"{path}: it holds text ({size} bytes), not token ids; make a corpus of it with `gpt-oss-lite prepare` "
+            '(README.md, "Your own text") and name that'
+        )
     if size == 0 or size % TOKEN_BYTES:
         raise UserError(
             f"{path}: {size} bytes; a corpus in one file is uint32 ids (a multiple of {TOKEN_BYTES} bytes, not 0) or a "
             "tensor that torch.save wrote"
         )
     return _MappedShard(path, size // TOKEN_BYTES)
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether a file that begins so is text: each id below 2**24 has a byte that is 0, which text has not."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # which lets a character be cut off at the end
+    except UnicodeDecodeError:
+        return False
+    return bool(head) and b"\0" not in head
 
 
 def document_ids_of(ids_BT: Tensor, dataset: PretrainDataset, model: ModelConfig) -> Tensor | None:
@@ -258,7 +276,8 @@ def check_corpus(dataset: PretrainDataset, model: ModelConfig, data_mix: str | N
             value = getattr(manifest, key)
             if value >= rows:
                 raise UserError(f"{where}: {key} is {value}, but {have}. {advice}")
-        if manifest.vocab_size > rows:
+        if manifest.vocab_size != model.vocab_size:
+            advice = f"Set model.vocab_size: {manifest.vocab_size}, or prepare the corpus with another tokenizer."
             raise UserError(f"{where}: vocab_size is {manifest.vocab_size}, but {have}. {advice}")
         _check_mixture(manifest, where, data_mix)
     elif data_mix is not None:

@@ -18,7 +18,7 @@ import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
-from shared_data.console import describe
+from shared_data.console import count_of, describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder
 
@@ -53,8 +53,9 @@ def doctor(
     as_json: AsJson = False,
 ) -> int:
     """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
+    recipe = load_recipe(config, overrides or [])
     findings = []
-    for finding in examine(config, out, max_steps, overrides or [], ranks):
+    for finding in examine(recipe, out, max_steps, ranks):
         findings.append(finding)
         if not as_json:
             print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
@@ -66,16 +67,11 @@ def doctor(
     return 1 if fatal else 0
 
 
-def examine(config: Path, out: Path, max_steps: int | None, overrides: list[str], ranks: int = 1) -> Iterator[Finding]:
+def examine(recipe: Recipe, out: Path, max_steps: int | None, ranks: int = 1) -> Iterator[Finding]:
     """All findings, in the order of the checks; of one of several GPUs where there are more ranks."""
     yield from _guarded("machine", machine)
     yield from _guarded("driver", driver)
     yield from _guarded("clock", lambda: clock(out))
-    try:
-        recipe = load_recipe(config, overrides)
-    except (UserError, OSError) as error:
-        yield Finding("config", FATAL, describe(error))
-        return
     stop_step = max_steps or recipe.training.total_steps
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "config": lambda: settings(recipe, stop_step, ranks),
@@ -167,7 +163,7 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
 
     training = recipe.training
     check_split(training, ranks)
-    yield Finding("config", GOOD, f"{stop_step:,} steps, a checkpoint every {training.save_interval:,}")
+    yield Finding("config", GOOD, f"{count_of(stop_step, 'step')}, a checkpoint every {training.save_interval:,}")
     if not training.nan_guard:
         yield Finding("config", FATAL, "training.nan_guard is false: one non-finite step would spoil the weights")
     if training.save_interval > stop_step:
@@ -215,7 +211,7 @@ def disk(recipe: Recipe, out: Path, stop_step: int) -> Iterator[Finding]:
     there = len(CheckpointManager(folder).list_checkpoints())
     warning = check_room_for_run(folder, n_parameters, recipe.training, stop_step, there)
     most, size = most_checkpoints(recipe.training, stop_step), checkpoint_bytes(n_parameters)
-    text = f"{out}: {free_bytes(out) / 1e9:.3g} GB free; up to {most} checkpoints of {size / 1e9:.3g} GB"
+    text = f"{out}: {free_bytes(out) / 1e9:.3g} GB free; up to {count_of(most, 'checkpoint')} of {size / 1e9:.3g} GB"
     yield Finding("disk", FATAL if warning else GOOD, warning or text)
     place = out.absolute()
     while not place.exists():
@@ -295,7 +291,7 @@ def second_home(recipe: Recipe, out: Path) -> Iterator[Finding]:
         raise
     except Exception as error:  # each store has errors of its own
         raise UserError(f"training.mirror is {url}: {type(error).__name__}: {error}") from None
-    yield Finding("mirror", GOOD, f"{url} can be read; {len(steps)} checkpoints of {out.name} are there")
+    yield Finding("mirror", GOOD, f"{url} can be read; {count_of(len(steps), 'checkpoint')} of {out.name} there")
 
 
 def duration(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import typer
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.config.shipped import shipped_recipes
 from gpt_oss_lite.options import AsJson, print_json
-from gpt_oss_lite.training.cluster import Cluster, usable_ranks
+from gpt_oss_lite.training.cluster import Cluster, start_line, usable_ranks
 from shared_data.console import count_of
 from shared_data.errors import UserError
 
@@ -107,9 +107,10 @@ def propose(cluster: Cluster, hours: float) -> Proposal:
         too_slow = min(found, key=lambda one: one.hours, default=too_slow)
     if too_slow is None:
         raise UserError(f"--gpu-gb is {cluster.gpu_gb:g}: no recipe of {', '.join(LADDER)} fits into that")
+    where = count_of(too_slow.gpus, "GPU") + (f" of the {cluster.gpus}" if too_slow.gpus < cluster.gpus else "")
     raise UserError(
-        f"--hours is {hours:g}: the smallest recipe that fits, {too_slow.recipe}, takes about {too_slow.hours:.3g} h "
-        f"on {count_of(too_slow.gpus, 'GPU')} of {cluster.gpus}"
+        f"--hours is {hours:g}: it must be at least {math.ceil(100 * too_slow.hours) / 100:g} with --gpus "
+        f"{cluster.gpus}, which {too_slow.recipe}, the smallest recipe that fits, takes on {where}"
     )
 
 
@@ -197,14 +198,7 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
 def launch_line(name: str, setting: "Setting", layout: "Layout", cluster: Cluster) -> str:
     """The command that starts such a run; with several nodes, on each of them."""
     per_node = min(layout.ranks, cluster.gpus_per_node)
-    nodes = layout.ranks // per_node
-    start = "gpt-oss-lite pretrain"
-    if layout.ranks > 1:
-        meeting = "--standalone"
-        if nodes > 1:
-            meeting = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500" --rdzv-id "$JOB"'
-        start = f"torchrun {meeting} --nproc-per-node {per_node} --max-restarts {MAX_RESTARTS}"
-        start += " -m gpt_oss_lite pretrain"
+    start = start_line(layout.ranks, per_node, f"--max-restarts {MAX_RESTARTS}")
     words = ["--config", name, "--out", f"runs/{name}", "--auto-resume"]
     parallelism = [f"training.parallelism={layout.parallelism}"] if layout.ranks > 1 else []
     for override in [*parallelism, *setting.overrides()]:

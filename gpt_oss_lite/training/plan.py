@@ -19,7 +19,8 @@ from gpt_oss_lite.training.mixed import open_corpus
 from gpt_oss_lite.training.run_folder import (
     RECORD_NAME,
     ResumeRequest,
-    check_unchanged,
+    check_corpus_unchanged,
+    check_recipe_unchanged,
     choose_run_folder,
     mend_run_files,
     resume_step,
@@ -70,6 +71,16 @@ class Plan:
     """Checkpoint to go on from, verified; None: from the start."""
     ranks: Ranks = field(default_factory=Ranks)
 
+    @property
+    def stop_step(self) -> int:
+        """The step to stop at."""
+        return self.options.max_steps or self.recipe.training.total_steps
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint to go on from is of that step, or a later one."""
+        return self.resume_step is not None and self.resume_step >= self.stop_step
+
 
 def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     """Read and check everything that can be wrong with a command.
@@ -90,6 +101,8 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
         raise UserError(f"{folder} holds no run to go on with; leave out --resume to start one")
     if resuming:
         mend_run_files(folder)
+        # Before the corpus: where its path is another, that is the reason.
+        check_recipe_unchanged(folder, recipe, options.seed, options.allow_changed)
     step = resume_step(folder, options.resume) if resuming else None
     rows = recipe.model.embedding_rows
     dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, rows)
@@ -97,7 +110,7 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     validation = open_validation(recipe, dataset)
     corpus = dataset.fingerprint()
     if resuming:
-        check_unchanged(folder, recipe, options.seed, corpus, options.allow_changed)
+        check_corpus_unchanged(folder, corpus, options.allow_changed)
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
     check_room(folder, recipe, options.max_steps)

@@ -10,6 +10,7 @@ Shapes: B micro-batch, T positions, D width, A micro-batches of a step.
 """
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.transformer import RouterStats
+from gpt_oss_lite.training.cluster import start_line_of_this_job
 from gpt_oss_lite.training.dataset import document_ids_of
 from gpt_oss_lite.training.diagnosis import diagnose
 from gpt_oss_lite.training.distributed import MainRankFailed, Ranks, joined_ranks, mute_all_but_the_first
@@ -35,12 +37,12 @@ from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
-from gpt_oss_lite.training.run_folder import locked
+from gpt_oss_lite.training.run_folder import CONFIG_NAME, locked
 from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, save, wait_for_last_save
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import EXIT_FAILED, ProgressReporter, progress, say
+from shared_data.console import EXIT_FAILED, ProgressReporter, count_of, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
@@ -70,6 +72,9 @@ def pretrain(options: PretrainOptions) -> int:
 def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
     """`pretrain`, on one rank of a job."""
     with planned(options, ranks) as plan, StopRequest(options.max_hours) as stop:
+        if plan.is_done:  # nothing is recorded: the log goes on saying how the run ended
+            say(f"step {plan.resume_step} is done already, the run was to stop at {plan.stop_step}: nothing to do")
+            return EXIT_DONE
         run = open_run(plan)
         try:
             return train(run, stop)
@@ -108,9 +113,6 @@ def planned(options: PretrainOptions, ranks: Ranks) -> Iterator[Plan]:
 
 def train(run: Run, stop: StopRequest) -> int:
     """Step until the run's last step, a request to stop, or the NaN guard ends it; the exit code."""
-    if run.state.step >= run.stop_step:
-        say(f"step {run.state.step} is done already, the run was to stop at {run.stop_step}: nothing to do")
-        return EXIT_DONE
     if run.ranks.is_main and not run.parallel.sharded:
         run.saver.reserve(run.model, run.optimizer)
     try:
@@ -160,14 +162,19 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
             save(run)
         if reason is not None and not last:
             wait_for_last_save(run)
-            command = f"gpt-oss-lite pretrain --config {run.folder / 'config.yaml'} --out {run.folder} --resume latest"
-            say(f"stopped by {reason} after step {step}; go on with: {command}")
+            say(f"stopped by {reason} after step {step}; go on with: {resume_line(run)}")
             run.logger.event("stop", step, reason=reason)
             return EXIT_STOPPED
     wait_for_last_save(run)
     run.logger.event("done", run.state.step)
-    say(f"done: {run.state.step} steps in {run.folder}")
+    say(f"done: {count_of(run.state.step, 'step')} in {run.folder}")
     return EXIT_DONE
+
+
+def resume_line(run: Run) -> str:
+    """The command that goes on with a run on as many ranks."""
+    words = ["--config", str(run.folder / CONFIG_NAME), "--resume", "latest"]
+    return f"{start_line_of_this_job(run.ranks.size)} {shlex.join(words)}"
 
 
 def train_step(run: Run) -> StepFigures:

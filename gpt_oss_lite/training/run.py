@@ -158,7 +158,7 @@ def open_run(plan: Plan) -> Run:
         init_from=record["init_from"],
         files=files,
         device=device,
-        stop_step=options.max_steps or training.total_steps,
+        stop_step=plan.stop_step,
         dataset=plan.dataset,
         validation=plan.validation,
         order=order,

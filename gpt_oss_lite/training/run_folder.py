@@ -60,7 +60,7 @@ class ResumeRequest:
 
 
 def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> tuple[Path, bool]:
-    """Decide which folder a command means.
+    """Decide which folder a command means: without --out, to go on with a run's own config.yaml means that run.
 
     Returns:
         The folder and whether a run is in it already (which the command then goes on with).
@@ -68,6 +68,8 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     Raises:
         UserError: --out holds a run and nothing says to go on with it, or no folder is named or found to go on in.
     """
+    if out is None and resume.wanted and config.name == CONFIG_NAME and _holds_run(config.parent):
+        out = config.parent
     if out is None:
         numbered = _numbered_runs(config.stem)
         if resume.wanted and numbered:
@@ -157,10 +159,8 @@ def mend_run_files(folder: Path) -> None:
             write_atomic(folder / name, files[name])
 
 
-def check_unchanged(
-    folder: Path, recipe: Recipe, seed: int | None, corpus: dict[str, Any], allow_changed: bool
-) -> None:
-    """Refuse to go on with another recipe, seed or corpus than the run was started with.
+def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow_changed: bool) -> None:
+    """Refuse to go on with another recipe or seed than the run was started with.
 
     Raises:
         UserError: names every field that differs, with both values; with allow_changed it is a warning.
@@ -175,16 +175,34 @@ def check_unchanged(
     ]
     if seed is not None and seed != record["seed"]:
         changes.append(f"--seed was {record['seed']}, is {seed}")
-    changes += [
-        f"the corpus's {key} was {record['corpus'].get(key)}, is {corpus.get(key)}"
-        for key in sorted(record["corpus"].keys() | corpus.keys())
-        if record["corpus"].get(key) != corpus.get(key)
+    _refuse_changes(folder, changes, allow_changed)
+
+
+def check_corpus_unchanged(folder: Path, corpus: dict[str, Any], allow_changed: bool) -> None:
+    """Refuse to go on with another corpus than the run was started with.
+
+    Raises:
+        UserError: as `check_recipe_unchanged`.
+    """
+    before = read_record(folder)["corpus"]
+    changes = [
+        f"the corpus's {key} was {before.get(key)}, is {corpus.get(key)}"
+        for key in sorted(before.keys() | corpus.keys())
+        if before.get(key) != corpus.get(key)
     ]
+    _refuse_changes(folder, changes, allow_changed)
+
+
+def _refuse_changes(folder: Path, changes: list[str], allow_changed: bool) -> None:
+    """An error, or where that is allowed a warning."""
     if not changes:
         return
     text = f"{folder} was started with other values: {'; '.join(changes)}"
     if not allow_changed:
-        raise UserError(f"{text}. Start a new run with --init-from, or say --allow-changed")
+        raise UserError(
+            f"{text}. --config {folder / CONFIG_NAME} has the run's own; or start a new run with --init-from, or say "
+            "--allow-changed"
+        )
     say(f"warning: {text}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared_data.commits import Commit, FileState, fingerprint, known_state
 from shared_data.config import PIPELINE_VERSION, Source
+from shared_data.console import count_of
 from shared_data.download import (
     BYTES_PER_TOKEN,
     ReadFiles,
@@ -22,7 +23,7 @@ from shared_data.executor import Task
 from shared_data.hub import data_files
 from shared_data.layout import resolve_source_path
 from shared_data.options import stage_main
-from shared_data.records import Span, cut_into_spans, find_files
+from shared_data.records import Span, cut_into_spans, find_files, first_keys
 from shared_data.remote import RemoteFile, find_remote_files, is_url
 from shared_data.stage import (
     Context,
@@ -142,17 +143,30 @@ def run(context: Context) -> dict[str, Any]:
     for plan in plans:
         name = plan.source.id
         counts[name] = source_counts(commits[name])
-        _refuse_without_text(plan.source, counts[name])
+        refuse_without_text(plan.source, plan.local, counts[name])
         finish_source(context.layout, STAGE, name, commits[name])
         if plan.remote:
             about[name] = {"revision": plan.commit, "files": len(plan.remote), "files_read": len(plan.limits)}
     return write_report(context, STAGE, counts, about)
 
 
-def _refuse_without_text(source: Source, counts: Counter[str]) -> None:
+def refuse_without_text(source: Source, local: list[Path], counts: Counter[str]) -> None:
+    """Refuse a source whose records all keep their text elsewhere.
+
+    Args:
+        source: the source.
+        local: its files on this machine.
+        counts: of what was read of it.
+
+    Raises:
+        UserError: names the field, and those that the first record has.
+    """
     if counts["read"] and counts["dropped.no_text"] == counts["read"]:
         names = " and ".join(repr(name) for name in fields_of(source).names())
-        raise UserError(f"source {source.id}: none of its {counts['read']} records has text in {names}; set text_field")
+        keys = ", ".join(first_keys(local[0])) if local else ""
+        which = f" (the first record has: {keys})" if keys else ""
+        records = count_of(counts["read"], "record")
+        raise UserError(f"source {source.id}: none of its {records} has text in {names}; set text_field{which}")
 
 
 if __name__ == "__main__":

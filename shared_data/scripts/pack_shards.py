@@ -17,7 +17,7 @@ from rich.table import Table
 from shared_data.changes import keep_origin, refuse_another_corpus
 from shared_data.commits import Commit, fingerprint
 from shared_data.config import PIPELINE_VERSION
-from shared_data.console import say
+from shared_data.console import count_of, say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
 from shared_data.manifest import (
@@ -30,6 +30,7 @@ from shared_data.manifest import (
     SourceInfo,
     build_manifest,
 )
+from shared_data.mixture import is_validation
 from shared_data.options import stage_main
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents
 from shared_data.publish import publish, remove_corpus, remove_strays
@@ -101,7 +102,7 @@ def plan_packing(context: Context, parts: dict[str, list[Part]], info: CorpusInf
     for split, plan in plans.items():
         plan.write(folder / f"plan-{split}.idx")
         bounds[split] = cut_into_shards(plan, split, info)
-    report = describe_plan(info, documents, plans, bounds["train"])
+    report = describe_plan(info, documents, plans, bounds["train"], context.config.validation_share)
     relative = [os.path.relpath(path, context.layout.root) for path in streams]
     known = {"corpus": info.corpus, "bounds": bounds, "report": report}
     origin = {"info": info.model_dump(), "streams": relative, "tokenizer": context.config.tokenizer.model_dump()}
@@ -110,7 +111,11 @@ def plan_packing(context: Context, parts: dict[str, list[Part]], info: CorpusInf
 
 
 def describe_plan(
-    info: CorpusInfo, documents: Sequence[Documents], plans: dict[str, Plan], bounds: list[ShardSlice]
+    info: CorpusInfo,
+    documents: Sequence[Documents],
+    plans: dict[str, Plan],
+    bounds: list[ShardSlice],
+    validation_share: float,
 ) -> dict[str, Any]:
     """What the plan takes from each source, and how far the mixture is from its target at the shards' ends."""
     train, long = plans["train"], plans.get("long")
@@ -135,6 +140,7 @@ def describe_plan(
             "dropped": {"not_needed": len(own.n_tokens) - distinct - held_out},
             "train_documents": trained,
             "repeated_documents": trained - distinct,
+            "used_up": trained + int(is_validation(own.hashes, validation_share).sum()) >= len(own.n_tokens),
             "validation_documents": held_out,
             "train_tokens": int(together[index]),
             "long_context_tokens": int(in_long[index]),
@@ -238,7 +244,16 @@ def run(context: Context) -> dict[str, Any]:
     }
     write_if_changed(layout.reports / f"{STAGE}.json", json.dumps(report, indent=2) + "\n")
     show(report)
+    if context.mixture.on_shortage == "stop" and report["train_tokens"] < context.config.total_tokens:
+        say(describe_shortage(report, context.config.total_tokens))
     return report
+
+
+def describe_shortage(report: dict[str, Any], wanted: int) -> str:
+    """How far `on_shortage: stop` came, and which sources it stopped for."""
+    ended = [source for source, own in report["sources"].items() if own.get("used_up")]
+    reached = f"{report['train_tokens']:,} of {wanted:,} training tokens wanted ({report['train_tokens'] / wanted:.0%})"
+    return f"stopped short (on_shortage: stop): {reached}; no more text in: {', '.join(ended)}"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -264,11 +279,11 @@ def show(report: dict[str, Any]) -> None:
     show_table(table)
     long_context = report["long_context"]
     say(
-        f"long context: {long_context['windows']:,} windows, {long_context['tokens']:,} tokens, of which "
+        f"long context: {count_of(long_context['windows'], 'window')}, {long_context['tokens']:,} tokens, of which "
         f"{long_context['insert_tokens']:,} are passkeys ({long_context['inserts']:,} inserts)"
     )
     say(
-        f"{report['corpus']}: {report['train_tokens']:,} training tokens in {report['shards']} shards, "
+        f"{report['corpus']}: {report['train_tokens']:,} training tokens in {count_of(report['shards'], 'shard')}, "
         f"{report['validation_tokens']:,} for validation; the mixture is within "
         f"{report['largest_deviation_tokens']:,.0f} tokens of its target at every shard (longest document "
         f"{report['longest_document_tokens']:,})"

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig, dump_recipe, load_recipe
+from gpt_oss_lite.config.other_names import OTHER_NAMES
 from shared_data.errors import UserError
-from shared_data.yaml_files import dump_yaml, parse_yaml
+from shared_data.yaml_files import dump_yaml, known_keys, parse_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MINIMAL = "model: {}\ntraining: {}\ndata: {train_data_path: corpus}\n"
@@ -151,6 +152,10 @@ WRONG_FILES = [
     (MINIMAL.replace("model: {}", "model: {dtype: fp16}"), "model.dtype is fp16: training takes bf16 or fp32"),
     (training("{warmup_step: 9}"),
      "training.warmup_step is not a known key; the nearest known key is warmup_steps"),
+    (training("{learning_rate: 3e-4}"), "training.learning_rate is not a known key; the nearest known key is lr"),
+    (training("{batch_size: 4}"), "training.batch_size is not a known key; the nearest known key is micro_batch_size"),
+    (MINIMAL.replace("model: {}", "model: {hidden_size: 8}"),
+     "model.hidden_size is not a known key; the nearest known key is d_model"),
     (MINIMAL.replace("training", "trainin"),
      "trainin is not a known key; the nearest known key is training (and 1 more)"),
     (MINIMAL.replace("model: {}", "model: {zzz: 1}"), "model.zzz is not a known key; the known keys are vocab_size, "),
@@ -210,6 +215,8 @@ def test_nested_aliases_cost_nothing(tmp_path):
         ("training..lr=1", "it must have the form block.key=value"),
         ("=1", "it must have the form block.key=value"),
         ("lr=1", "lr is not a known key"),
+        ("learning_rate=1", "learning_rate is not a known key; the nearest known key is training.lr"),
+        ("seq_len=1", "seq_len is not a known key; the nearest known key is model.max_seq_len"),
         ("training.warmup_steps=70000", "training.warmup_steps is 70000: it must be less than total_steps (61000)"),
         ("training=3", "training is 3: it must be a mapping"),
     ],
@@ -224,9 +231,10 @@ def test_an_override_that_breaks_a_pair_is_named_beside_the_file(tmp_path):
     assert refusal(path, "training.total_steps=100").startswith(expected)
 
 
-def test_a_missing_recipe_is_the_systems_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load_recipe(tmp_path / "none.yaml")
+def test_other_programs_names_mean_keys_that_are_there_and_are_none_themselves():
+    keys = {key for block in Recipe.model_fields for key in known_keys(Recipe, [block])}
+    assert set(OTHER_NAMES.values()) <= keys
+    assert not keys & set(OTHER_NAMES)
 
 
 def test_a_changed_copy_is_checked_like_a_new_one():

@@ -30,8 +30,28 @@ def test_what_lies_in_the_working_folder_goes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["configs/quickstart.yaml", "quickstart.yaml"])
 def test_a_path_that_only_a_checkout_has_is_answered_with_the_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"^{path}: there is no such file; the recipe quickstart of the package is"):
+    with pytest.raises(
+        UserError, match=rf"^--config {path}: there is no such file; the recipe quickstart of the package is"
+    ):
         load_recipe(path)
+
+
+def test_a_name_that_is_no_recipe_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^--config quickstrat: .* the nearest recipe of the package is quickstart \("):
+        load_recipe("quickstrat")
+    with pytest.raises(
+        UserError, match=r"^--config nothing/like.yaml: there is no such file; `gpt-oss-lite recipes` li"
+    ):
+        load_recipe("nothing/like.yaml")
+
+
+def test_a_folder_is_answered_with_a_file_in_it(tmp_path):
+    with pytest.raises(UserError, match=rf"^--config {tmp_path}: it is a folder; .*, such as {tmp_path}/RECIPE.yaml$"):
+        load_recipe(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match=rf", such as {tmp_path}/config\.yaml$"):
+        load_recipe(tmp_path)
 
 
 def test_recipes_lists_them_and_prints_one(capsys):

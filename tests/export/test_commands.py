@@ -40,6 +40,14 @@ def test_a_run_goes_to_transformers_and_says_how(run, tmp_path, capsys):
     assert "yarn_scale_factor: 4.0" in card
 
 
+def test_an_export_in_place_of_a_run_is_called_one(run, tmp_path, capsys):
+    assert gpt_oss_lite("export", "--checkpoint", run, "--out", tmp_path / "hf") == 0
+    capsys.readouterr()
+    assert gpt_oss_lite("generate", "--checkpoint", tmp_path / "hf", "--prompt", "x") == 2
+    expected = f"error: {tmp_path}/hf is an export, which transformers loads; name the run that it was made of\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_export_in_json_and_in_parts(run, tmp_path, capsys):
     words = [
         "export",

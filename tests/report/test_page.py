@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -211,6 +212,16 @@ def test_bad_input_is_one_line_and_nothing_written(run_folders, words, hint, cap
     assert output.err.count("\n") == 1
     assert hint in output.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_runs_is_answered_with_the_runs_in_it(tmp_path, capsys):
+    for number in range(6):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "events.jsonl").write_text("")
+        os.utime(tmp_path / f"run-{number}", (number, number))
+    assert report(tmp_path) == 2
+    newest = ", ".join(f"{tmp_path}/run-{number}" for number in (5, 4, 3, 2))
+    assert capsys.readouterr().err.endswith(f"is there; the runs below are {newest} and 2 more\n")
 
 
 def test_prompts_are_continued_once_a_step_and_kept(tmp_path, capsys):

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 import pytest
 from pipeline_corpus import WEIGHTS, context_of, make_corpus, run_all
 
+from gpt_oss_lite import cli
+from shared_data.console import run_app
 from shared_data.dropped import dropped_samples
 from shared_data.manifest import Manifest
 from shared_data.page import gather, render, write_page
@@ -105,6 +107,16 @@ def test_without_raw_text_or_reports_the_rest_is_still_shown(done, tmp_path):
     assert "Training tokens by source" in page
     assert "What the rules dropped" not in page
     Checker().feed(page)
+
+
+@pytest.mark.parametrize("corpus", ["", "pretrain_chinchilla"])
+def test_the_command_takes_the_data_folder_or_the_corpus_in_it(done, tmp_path, corpus):
+    context, _ = done
+    folder = context.layout.root.parent
+    words = ["corpus", str(context.layout.root / corpus), "--mixture", str(folder / "mixture.yaml"), "--data-config",
+             str(folder / "data_config.yaml"), "--out", str(tmp_path / "page.html")]  # fmt: skip
+    assert run_app(cli.app, words) == 0
+    assert "Training tokens by source" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

@@ -170,6 +170,12 @@ def test_files_are_found_sorted_and_once(tmp_path):
     assert [path.name for path in found] == ["a.txt", "b.jsonl", "c.parquet"]
     with pytest.raises(UserError, match=r"source s: files: .*none.* matches no file"):
         find_files([tmp_path / "none*"], "s")
+    with pytest.raises(
+        UserError, match=rf"{tmp_path} is a folder; write the files in it, such as {tmp_path}/\*\.jsonl"
+    ):
+        find_files([tmp_path], "s")
+    with pytest.raises(UserError, match=r"such as .*/deep/\*\.parquet"):
+        find_files([tmp_path / "deep"], "s")
     (tmp_path / "x.docx").write_text("x")
     with pytest.raises(UserError, match=r"x\.docx has a suffix that is not known; allowed: \.jsonl"):
         find_files([tmp_path / "*"], "s")

@@ -29,7 +29,7 @@ def test_d22_an_empty_source_is_an_error(fresh):
         run_all(context_of(fresh))
 
 
-def test_d23_a_shortage_is_an_error_by_default_or_ends_or_repeats(fresh):
+def test_d23_a_shortage_is_an_error_by_default_or_ends_or_repeats(fresh, capsys):
     edit_yaml(fresh / "data_config.yaml", total_tokens=160000)
     with pytest.raises(UserError, match=r"math needs 24,000 tokens and has [\d,]+ \(short by [\d,]+\)"):
         run_all(context_of(fresh))
@@ -38,6 +38,13 @@ def test_d23_a_shortage_is_an_error_by_default_or_ends_or_repeats(fresh):
     edit_yaml(fresh / "mixture.yaml", on_shortage="stop")
     stopped = run_all(context_of(fresh))["pack"]
     assert stopped["train_tokens"] < 160000
+    reached = f"{stopped['train_tokens']:,} of 160,000 training tokens wanted"
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stopped short")]
+    assert said.startswith(f"stopped short (on_shortage: stop): {reached}")
+    sizes = {source: sum(path.stat().st_size for path in (fresh / "data/tokens" / source).glob("*.bin"))
+             for source in WEIGHTS}  # fmt: skip
+    scarcest = min(WEIGHTS, key=lambda source: sizes[source] / WEIGHTS[source])
+    assert said.endswith(f"no more text in: {scarcest}")
     assert all(own["repeated_documents"] == 0 for own in stopped["sources"].values())
     assert abs(stopped["largest_deviation_tokens"]) <= stopped["longest_document_tokens"]
 

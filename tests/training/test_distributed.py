@@ -144,7 +144,7 @@ def saved_state(checkpoints, step):
     return {name: [weights[name], *(moments[name][key] for key in keys)] for name in weights}
 
 
-def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path):
+def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path, capsys):
     _, recipe = setting
     one, two, stopped = (tmp_path / name for name in ("one", "two", "stopped"))
     words = ["training.save_interval=5", "training.eval_interval=0"]
@@ -162,6 +162,8 @@ def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path):
     (stop,) = tiny_run.events(stopped, "stop")
     assert stop["reason"] == "SIGTERM"
     assert 4 <= stop["step"] <= 7  # its rank was in step 4
+    again = f"torchrun --standalone --nproc-per-node 2 -m gpt_oss_lite pretrain --config {stopped}/config.yaml --resume"
+    assert f"after step {stop['step']}; go on with: {again} latest\n" in capsys.readouterr().err
     assert CheckpointManager(stopped / "checkpoints").newest_good() == stop["step"]
 
 

@@ -50,7 +50,6 @@ def test_a_run_that_is_well_prepared(prepared, capsys):
         (["--set", "model.vocab_size=40", "--set", "model.padded_vocab_size=null"], "corpus", "40 rows"),
         (["--set", "training.save_interval=100"], "config", "save_interval is 100"),
         (["--set", "training.nan_guard=false"], "config", "nan_guard is false"),
-        (["--set", "training.lrr=1"], "config", "lrr"),
         (["--ranks", "3"], "config", "3 ranks cannot share a step's micro-batches evenly"),
         (["--set", "model.d_model=1048576", "--set", "model.n_layers=4"], "memory", "GB"),
         (["--set", "training.mirror=nonsense://x"], "mirror", "nonsense"),
@@ -61,6 +60,15 @@ def test_what_would_lose_the_run_is_fatal(prepared, capsys, words, check, said):
     code, findings = examine(prepared, capsys, *words)
     assert code == 1
     assert said in findings[check, "fatal"]
+
+
+@pytest.mark.parametrize("words", [["--set", "training.lrr=1"], ["--config", "none.yaml"]])
+def test_a_recipe_that_cannot_be_read_is_bad_input_as_for_every_command(prepared, capsys, words):
+    assert run_app(cli.app, ["doctor", "--config", str(prepared / "tiny.yaml"), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: --set training.lrr=1: " if "--set" in words else "error: --config none.yaml: ")
+    assert len(said.err.splitlines()) == 1
 
 
 def test_a_disk_without_room_is_fatal(prepared, capsys, monkeypatch):

@@ -121,7 +121,10 @@ def test_as_json(capsys):
         (["--gpus", 8, "--hours", 9, "--gpus-per-node", 0], "'--gpus-per-node': '0' should be greater"),
         (["--gpus", 8, "--hours", 9, "--gpu", "H20"], "--gpu is H20: its peak is not known"),
         (["--gpus", 8, "--hours", 9, "--gpu-gb", 1], "--gpu-gb is 1: no recipe of pretrain_150m, "),
-        (["--gpus", 1, "--hours", 0.5], "pretrain_150m, takes about 1.12 h on 1 GPU of 1"),
+        (
+            ["--gpus", 1, "--hours", 0.5],
+            "least 1.13 with --gpus 1, which pretrain_150m, the smallest recipe that fits, takes on 1 GPU\n",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(words, message, capsys):

@@ -150,8 +150,8 @@ def test_resuming_with_other_weights_corpora_or_one_of_them_alone_is_refused_wit
         [{**part.model_dump(), "weight": weight} for part, weight in zip(parts, (0.5, 0.4, 0.1), strict=True)]
     )
     others = {
-        path: ["'weight': 0.7", "'weight': 0.5", "corpus's weights was [0.7, 0.2, 0.1], is [0.5, 0.4, 0.1]"],
-        parts[0].path: ["corpus's weights was [0.7, 0.2, 0.1], is None", "corpus's total_tokens was"],
+        path: ["'weight': 0.7", "'weight': 0.5"],
+        parts[0].path: ["'weight': 0.7", f"is {parts[0].path}"],
     }
     for value, named in others.items():
         again = dataclasses.replace(options, resume_latest=True, overrides=[f"data.train_data_path={value}"])

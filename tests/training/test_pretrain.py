@@ -9,10 +9,12 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 
+from gpt_oss_lite.report.run_log import read_run
 from gpt_oss_lite.training import pretrain as loop
 from gpt_oss_lite.training.nan_guard import LAG_STEPS
 from gpt_oss_lite.training.pretrain import PretrainOptions, micro_batch, pretrain, train, train_step
 from gpt_oss_lite.training.run import open_run, plan_run
+from gpt_oss_lite.training.run_folder import LOCK_NAME
 from gpt_oss_lite.training.stop import StopRequest
 from shared_data.errors import UserError
 
@@ -286,11 +288,37 @@ def test_max_steps_stops_below_and_above_total_steps_and_keeps_the_schedule(tmp_
     assert multipliers[:4] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert multipliers[6:] == pytest.approx([0.05] * 3)
     assert [event["step"] for event in tiny_run.events(tmp_path / "run", "save")] == [3, 9]
-    assert pretrain(dataclasses.replace(options, max_steps=9, resume_latest=True)) == 0  # nothing left to do
+
+
+@pytest.mark.parametrize(
+    "again", [{"max_steps": 2, "resume_latest": True}, {"resume_latest": True}, {"auto_resume": True}]
+)
+def test_a_resume_with_nothing_to_do_says_so_and_leaves_the_log_as_it_was(tmp_path, corpus, capsys, again):
+    options = options_for(tmp_path, corpus, total_steps=4, save_interval=2)
+    assert pretrain(options) == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.name != LOCK_NAME and path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    capsys.readouterr()
+    assert pretrain(dataclasses.replace(options, **again)) == 0
+    stop_step = again.get("max_steps", 4)
+    assert capsys.readouterr().err == f"step 4 is done already, the run was to stop at {stop_step}: nothing to do\n"
+    assert {path: path.read_bytes() for path in before} == before
+    assert read_run(tmp_path / "run").status == "done at step 4"
+
+
+def test_a_runs_own_recipe_goes_on_in_its_folder(tmp_path, corpus, monkeypatch):
+    assert pretrain(dataclasses.replace(options_for(tmp_path, corpus, total_steps=4), max_steps=2)) == 0
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run" / "config.yaml"
+    assert pretrain(PretrainOptions(config=config, resume_latest=True)) == 0
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert not (tmp_path / "runs").exists()
+    assert pretrain(PretrainOptions(config=config, max_steps=1)) == 0  # nothing says to go on: a new run
+    assert (tmp_path / "runs" / "config-001").is_dir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypatch, number):
+def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypatch, capsys, number):
     options = options_for(tmp_path, corpus, total_steps=1000, save_interval=1000)
     before, step = signal.getsignal(number), loop.train_step
 
@@ -301,6 +329,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypa
 
     monkeypatch.setattr(loop, "train_step", interrupted)
     assert pretrain(options) == 3
+    again = f"gpt-oss-lite pretrain --config {tmp_path}/run/config.yaml --resume latest"
+    assert capsys.readouterr().err.endswith(f"after step 5; go on with: {again}\n")
     assert signal.getsignal(number) == before
     (stop,) = tiny_run.events(tmp_path / "run", "stop")
     assert (stop["reason"], stop["step"]) == (number.name, 5)
