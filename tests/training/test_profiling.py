@@ -14,7 +14,7 @@ RECIPE = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yam
 
 
 def test_profile_records_the_asked_steps_and_no_more(tmp_path, capfd):
-    profiler = StepProfiler(tmp_path, n_steps=2)
+    profiler = StepProfiler(tmp_path / "profile", n_steps=2)
     for step in range(WARMUP_STEPS + 5):
         with torch.profiler.record_function(f"step-{step}"):
             torch.randn(8, 8) @ torch.randn(8, 8)
