@@ -328,10 +328,13 @@ def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypa
         return step(run)
 
     monkeypatch.setattr(loop, "train_step", interrupted)
-    assert pretrain(options) == 3
+    try:
+        assert pretrain(options) == 3
+        assert signal.getsignal(number) == signal.default_int_handler
+    finally:
+        signal.signal(number, before)
     again = f"gpt-oss-lite pretrain --config {tmp_path}/run/config.yaml --resume latest"
     assert capsys.readouterr().err.endswith(f"after step 5; go on with: {again}\n")
-    assert signal.getsignal(number) == before
     (stop,) = tiny_run.events(tmp_path / "run", "stop")
     assert (stop["reason"], stop["step"]) == (number.name, 5)
     assert tiny_run.digests(tmp_path / "run", stop["step"])
