@@ -220,6 +220,7 @@ ABLATIONS: dict[str, Sets] = {
     "router-z-loss": {"training.router_z_loss": 0.001},
     "wsd": {"training.schedule": "wsd", "training.decay_steps": None},
     "muon": {"training.optimizer": "muon"},
+    "fp8-head": {"training.fp8_head": True},
     "dense": {"model.n_experts": 1, "model.experts_per_token": 1, "model.n_shared_experts": 0,
               "model.expert_hidden_size": None, "model.moe_dispatch": "reference", "training.aux_loss_alpha": 0},
     "document-mask": {"model.document_mask": True},

@@ -24,13 +24,21 @@ MAX_CHUNK_LOGITS = 2**31 - 1
 
 
 class ChunkKernel(Protocol):
-    """What turns one chunk of logits into its loss and, in place, its gradient."""
+    """What turns one chunk of logits into its loss and, in place and but for a factor per row, its gradient."""
 
-    def __call__(self, logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
-        """Cross-entropy of each token, (C,) fp32, 0 where ignored; logits_CV becomes d(sum of losses) / d(logits)."""
+    def __call__(
+        self, logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of each token and its row's factor, both (C,) fp32 (float64 of such logits), 0 where ignored.
+
+        factor * logits_CV is then d(sum of losses) / d(logits): a softmax divides by its row's sum, which is known only
+        when the row has been written, and the products that follow are narrower by V / D.
+        """
 
 
-def plain_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
+def plain_chunk_kernel(
+    logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
     """The ChunkKernel of plain PyTorch: one fp32 buffer, every step in place."""
     valid_C = targets_C != ignore_index
     index_C1 = targets_C.where(valid_C, 0).unsqueeze(1)
@@ -41,23 +49,23 @@ def plain_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, 
     # A row with a NaN or an infinity has a NaN loss, as it must; `where` keeps such a row out only if it is ignored.
     losses_C = (sum_C1.log() - target_logit_C1).squeeze(1).where(valid_C, 0.0)
     if with_gradient:
-        logits_CV.div_(sum_C1)
-        logits_CV.scatter_add_(1, index_C1, torch.full_like(sum_C1, -1.0))
+        logits_CV.scatter_add_(1, index_C1, -sum_C1)
         logits_CV.masked_fill_(~valid_C.unsqueeze(1), 0.0)
-    return losses_C
+    return losses_C, sum_C1.reciprocal().squeeze(1).where(valid_C, 0.0)
 
 
-def triton_chunk_kernel(logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
-    """The ChunkKernel in two passes over a row of logits in the compute dtype; it always makes the gradient."""
+def triton_chunk_kernel(
+    logits_CV: Tensor, targets_C: Tensor, ignore_index: int, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The ChunkKernel in one pass over a row of logits in bf16 or fp32; it always makes the gradient."""
     from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
 
     return cross_entropy_(logits_CV, targets_C, ignore_index)
 
 
 def fastest_chunk_kernel(h: Tensor, compute_dtype: torch.dtype, with_gradient: bool) -> ChunkKernel:
-    """Triton's for training in 16 bits on CUDA, where its logits stay in 16 bits; else the plain one, in fp32."""
-    sixteen_bits = compute_dtype in (torch.bfloat16, torch.float16)
-    if with_gradient and h.is_cuda and sixteen_bits and find_spec("triton") is not None:
+    """Triton's for training in bf16 on CUDA, where its logits stay in bf16; else the plain one, in fp32."""
+    if with_gradient and h.is_cuda and compute_dtype == torch.bfloat16 and find_spec("triton") is not None:
         return triton_chunk_kernel
     return plain_chunk_kernel
 
@@ -143,12 +151,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
                     )
                     continue
                 logits_CV = _product(h_ND[chunk], w_VD.T, logits_dtype)
-                losses_N[chunk] = kernel(logits_CV, targets_N[chunk], ignore_index, with_gradient)
+                losses_N[chunk], factor_C = kernel(logits_CV, targets_N[chunk], ignore_index, with_gradient)
                 if with_gradient:
                     grad_logits_CV = logits_CV.to(compute_dtype)
                     del logits_CV
-                    torch.mm(grad_logits_CV, w_VD, out=grad_h_ND[chunk])
-                    _add_product_(grad_w_VD, grad_logits_CV.T, h_ND[chunk])
+                    torch.mul(_product(grad_logits_CV, w_VD, sum_dtype), factor_C.unsqueeze(1), out=grad_h_ND[chunk])
+                    _add_product_(grad_w_VD, grad_logits_CV.T, _times(h_ND[chunk], factor_C))
                     del grad_logits_CV
         if with_gradient:
             ctx.save_for_backward(grad_h_ND.view_as(h_BTD), grad_w_VD)
@@ -182,9 +190,14 @@ def _fp8_chunk(
     logits_CV = head.logits(h_CD)
     # Triton's interpreter, which stands for the GPU on a CPU, rounds to 8 bits wrongly; there PyTorch does it.
     gradient_CV = torch.empty_like(logits_CV, dtype=GRADIENT_DTYPE if logits_CV.is_cuda else torch.float32)
-    losses_C = cross_entropy_(logits_CV, targets_C, ignore_index, gradient_CV, GRADIENT_SCALE)
-    _add_product_(grad_w_VD, logits_CV.T, h_CD)
+    losses_C, factor_C = cross_entropy_(logits_CV, targets_C, ignore_index, gradient_CV, GRADIENT_SCALE)
+    _add_product_(grad_w_VD, logits_CV.T, _times(h_CD, factor_C))
     return losses_C, head.input_gradient(gradient_CV.to(GRADIENT_DTYPE), h_CD.dtype)
+
+
+def _times(h_CD: Tensor, factor_C: Tensor) -> Tensor:
+    """Rows of h times their factors, computed in the wider dtype and rounded to h's."""
+    return (h_CD * factor_C.unsqueeze(1)).to(h_CD.dtype)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -261,11 +261,39 @@ def test_cross_entropy_and_gradient_equal_pytorchs(vocabulary):
     expected = F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     replaced = logits.detach().clone()
-    loss = cross_entropy_(replaced, target, -100)
+    loss, factor = cross_entropy_(replaced, target, -100)
     assert_close(loss, expected)
-    assert_close(replaced, gradient)
-    assert loss[3] == 0
+    assert_close(replaced * factor[:, None], gradient)
+    assert loss[3] == factor[3] == 0
     assert torch.count_nonzero(replaced[3]) == 0
+
+
+def test_cross_entropy_of_logits_that_climb_far_above_where_their_row_began():
+    torch.manual_seed(0)
+    logits = random(6, 3 * 8192, scale=3.0).detach()
+    logits[0, 8192:] += 60.0
+    logits[1, 20000] = 300.0
+    logits[2] += torch.arange(3, device=DEVICE).repeat_interleave(8192) * 100.0
+    logits[3, 8192:] -= 500.0
+    logits[4, :8192] = float("-inf")
+    logits[5, 8192:] += 39.0
+    target = torch.tensor([9000, 20000, 5, 10, 8192, 3], device=DEVICE)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, target, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    loss, factor = cross_entropy_(logits, target, -100)
+    assert (loss - expected).abs().max() < 2e-5 * expected.abs().max()
+    for ours, theirs in zip(logits * factor[:, None], gradient, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_cross_entropy_of_a_row_that_is_not_finite_is_nan_and_that_row_alone(bad):
+    torch.manual_seed(0)
+    logits = random(3, 9000).detach()
+    logits[1, 8500] = bad
+    loss, _ = cross_entropy_(logits, torch.tensor([1, 2, 3], device=DEVICE), -100)
+    assert loss.isnan().tolist() == [False, True, False]
 
 
 def test_cross_entropy_gives_a_scaled_copy_of_its_gradient_too():
@@ -273,7 +301,7 @@ def test_cross_entropy_gives_a_scaled_copy_of_its_gradient_too():
     logits = random(5, 300, scale=3.0).detach()
     target = torch.tensor([0, 299, -100, 7, 7], device=DEVICE)
     copy = torch.full_like(logits, float("nan"))
-    cross_entropy_(logits, target, -100, copy, 2.0**15)
-    assert torch.equal(copy, logits * 2.0**15)
+    _, factor = cross_entropy_(logits, target, -100, copy, 2.0**15)
+    assert torch.equal(copy, logits * factor[:, None] * 2.0**15)
     assert copy[3, 7] < 0
     assert torch.count_nonzero(copy[2]) == 0
