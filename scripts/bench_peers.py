@@ -80,9 +80,8 @@ def plain(batch_size: int) -> dict[str, float]:
     ids = torch.randint(config.vocab_size, (accumulation, batch_size, T + 1), device="cuda")
 
     def micro_batch(index: int) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            h, aux = forward(ids[index, :, :-1], cos, sin, masks)
-            ce = ChunkedHead.apply(h.flatten(0, 1), model.embed.weight, ids[index, :, 1:].flatten(), 8192)
+        h, aux = forward(ids[index, :, :-1], cos, sin, masks)
+        ce = ChunkedHead.apply(h.flatten(0, 1), model.embed.weight, ids[index, :, 1:].flatten(), 8192)
         return ce + 0.01 * aux
 
     return timed(adamw_step(model, micro_batch, accumulation))
@@ -160,8 +159,9 @@ def run_one(name: str) -> dict[str, Any]:
     if finished.returncode:
         lines = finished.stderr.strip().splitlines() or ["no output"]
         # Compilers say what went wrong somewhere above their last words.
-        telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported)\b", line)] or lines
-        return {"error": telling[-1][:300]}
+        telling = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Unsupported)\b", line)]
+        said = lines[telling[-1] :] if telling else lines[-1:]
+        return {"error": " | ".join(line.strip() for line in said if line.strip())[:500]}
     return dict(json.loads(finished.stdout[finished.stdout.index("{") :]))
 
 

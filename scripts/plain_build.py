@@ -3,6 +3,9 @@
 FlexAttention with its log-sum-exp for the sink, PyTorch's grouped products, cross-entropy over chunks, everything else
 left to torch.compile. It trains, but has none of the project's other parts.
 
+Weights are fp32 and products bf16 by casts of its own rather than by autocast, whose list of fp32 operations (the norm)
+differs between releases of PyTorch, where grouped products take 16 bits only.
+
 Shapes: B batch, T tokens, D width, H heads, E experts, R routed rows.
 """
 
@@ -17,6 +20,16 @@ from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.rope import RotaryEmbedding
 
 
+class CastLinear(nn.Linear):
+    """A linear layer in its input's dtype."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class PlainAttention(nn.Module):
     """Causal attention with a sink."""
 
@@ -24,8 +37,8 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         columns = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.d_model, columns, bias=False)
-        self.out = nn.Linear(self.n_heads * self.head_dim, config.d_model, bias=False)
+        self.qkv = CastLinear(config.d_model, columns)
+        self.out = CastLinear(self.n_heads * self.head_dim, config.d_model)
         self.sink = nn.Parameter(torch.zeros(self.n_heads))
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
@@ -50,21 +63,19 @@ class PlainMoE(nn.Module):
         super().__init__()
         width, hidden, self.n_experts = config.d_model, config.expert_hidden_size, config.n_experts
         self.top_k = config.experts_per_token
-        self.router = nn.Linear(width, self.n_experts, bias=False)
+        self.router = CastLinear(width, self.n_experts)
         self.gate_up = nn.Parameter(torch.randn(self.n_experts, width, 2 * hidden) * config.init_std)
         self.down = nn.Parameter(torch.randn(self.n_experts, hidden, width) * config.init_std)
-        self.shared_gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.shared_down = nn.Linear(hidden, width, bias=False)
+        self.shared_gate_up = CastLinear(width, 2 * hidden)
+        self.shared_down = CastLinear(hidden, width)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         x = x_BTD.flatten(0, 1)
-        with torch.autocast(x.device.type, enabled=False):
-            probs = (x.float() @ self.router.weight.t()).softmax(-1)
-            top, experts = probs.topk(self.top_k, dim=-1)
-            weights = top / top.sum(-1, keepdim=True)
-            slots = (experts.flatten()[:, None] == torch.arange(self.n_experts, device=x.device)).sum(0)
-            load = slots / experts.numel()
-            aux = self.n_experts * (load * probs.mean(0)).sum()
+        probs = self.router(x.float()).softmax(-1)
+        top, experts = probs.topk(self.top_k, dim=-1)
+        weights = top / top.sum(-1, keepdim=True)
+        slots = (experts.flatten()[:, None] == torch.arange(self.n_experts, device=x.device)).sum(0)
+        aux = self.n_experts * (slots / experts.numel() * probs.mean(0)).sum()
         order = experts.flatten().argsort(stable=True)
         ends = slots.cumsum(0).to(torch.int32)
         gate, up = torch._grouped_mm(x[order // self.top_k], self.gate_up.to(x.dtype), offs=ends).chunk(2, dim=-1)
@@ -114,8 +125,7 @@ class PlainBuild(nn.Module):
 
     def norm(self, index: int, x: Tensor) -> Tensor:
         gain = self.norms[index].weight
-        # Autocast makes the norm fp32 on CUDA, and grouped products take 16 bits.
-        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps).to(x.dtype)
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps)
 
 
 @torch.compile

@@ -4,7 +4,9 @@ Logits are made from hidden states and head in E4M3, and the hidden states' grad
 (Micikevicius et al., 2022, "FP8 formats for deep learning"). Both matrices are scaled by their largest magnitude; the
 logits' gradient, which lies in [-1, 1] and mostly near 1 / V, by a power of two that keeps it in E5M2's range. The
 head's own gradient stays a bf16 product: the card multiplies 8-bit floats only along rows, and it would need a
-transposed copy of the whole chunk.
+transposed copy of the whole chunk. Hopper's fast accumulation keeps some 14 bits of a sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical
+Report"), which serves the logits' 768 terms; the hidden states' gradient has a term for every row of the vocabulary,
+most of them tiny beside the target's, and takes the exact one.
 
 Shapes: C tokens of a chunk, D width, V vocabulary rows.
 """
@@ -58,6 +60,5 @@ class Fp8Head:
     def input_gradient(self, gradient_CV: Tensor, dtype: torch.dtype) -> Tensor:
         """g @ w, (C, D) in `dtype`, of gradients that are in E5M2 and times GRADIENT_SCALE."""
         return torch._scaled_mm(
-            gradient_CV, self._w_DV.t(), self._gradient_scale, self._scale, out_dtype=dtype,
-            use_fast_accum=gradient_CV.is_cuda,
-        )  # fmt: skip
+            gradient_CV, self._w_DV.t(), self._gradient_scale, self._scale, out_dtype=dtype, use_fast_accum=False
+        )

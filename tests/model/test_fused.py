@@ -207,6 +207,7 @@ def softmax_backward(do, q, k, v, o, lse, state):
     return ds @ k.repeat_interleave(repeat, 1), heads(ds.transpose(2, 3) @ q), heads(p.transpose(2, 3) @ do)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="fp32: cuDNN's attention takes 16 bits, which test_fused_on_cuda.py tries")
 @pytest.mark.parametrize("window", [None, 5, 64, 100])
 @pytest.mark.parametrize("has_sink", [False, True])
 def test_attention_and_all_gradients_equal_the_plain_computation(monkeypatch, window, has_sink):

@@ -320,7 +320,7 @@ def test_a_runs_own_recipe_goes_on_in_its_folder(tmp_path, corpus, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_3(tmp_path, corpus, monkeypatch, capsys, number):
     options = options_for(tmp_path, corpus, total_steps=1000, save_interval=1000)
-    before, step = signal.signal(number, signal.default_int_handler), loop.train_step  # nohup has SIGHUP ignored
+    before, step = signal.signal(number, signal.default_int_handler), loop.train_step
 
     def interrupted(run):
         if run.state.step == 4:
