@@ -5,6 +5,7 @@ stays as it is where they have not.
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
 def image(name: str, about: str) -> str:
     """A picture of the page."""
     return f"![{about}](learning/{name})"
+
+
+def prose(said: str) -> list[str]:
+    """A paragraph in lines."""
+    return textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -110,7 +116,7 @@ def parity(results: Results) -> list[str]:
         f"at most; two seeds of transformers' model {spread.mean():.4f} and {spread.max():.4f}. Held out they differ "
         f"by {final[0]:.4f} and {final[1]:.4f}, two seeds by {seeds:.4f}."
     )
-    return [*lines, "", said, "", image("parity.svg", "training loss of the three models")]
+    return [*lines, "", *prose(said), "", image("parity.svg", "training loss of the three models")]
 
 
 def draw_parity(results: Results, path: Path) -> None:
@@ -156,7 +162,7 @@ def real(results: Results) -> list[str]:
         f"{imbalance.max():.2f} times its share (aimed for: at most 1.5), {imbalance.mean():.2f} in the mean over "
         f"layers. Steps skipped: {result['skips']}."
     )
-    return [*lines, "", said, "", image("real.svg", "training and held-out loss")]
+    return [*lines, "", *prose(said), "", image("real.svg", "training and held-out loss")]
 
 
 def draw_real(results: Results, path: Path) -> None:
@@ -197,13 +203,9 @@ def samples(results: Results) -> list[str]:
     """The texts, as they came."""
     lines = []
     for sample in results["real"]["answers"]["samples"]:
-        prompt, text = sample["prompt"], sample["text"]
-        lines += [
-            f"Temperature {sample['temperature']:g}:",
-            "",
-            *(f"    {line}" for line in (prompt + text).splitlines()),
-            "",
-        ]
+        text = sample["prompt"] + sample["text"]
+        fence = "`" * (1 + max(map(len, ["``", *re.findall("`+", text)])))
+        lines += [f"Temperature {sample['temperature']:g}:", "", f"{fence}text", *text.splitlines(), fence, ""]
     return lines
 
 
@@ -215,7 +217,7 @@ def exported(results: Results) -> list[str]:
         f"{own['transformers']:.4f} on eight held-out windows of 1,024 tokens; the checkpoint has {own['ours']:.4f}. "
         f"Both would write the same next token at {own['same_choice']:.2%} of the positions."
     )
-    return [said]
+    return prose(said)
 
 
 # Ablations
@@ -246,7 +248,7 @@ def ablations(results: Results) -> list[str]:
         f"Noise: the largest difference between two seeds of one recipe, {spread:.4f}. A change counts where both "
         "seeds move the same way by more."
     )
-    return [*table(header, rows), "", noise]
+    return [*table(header, rows), "", *prose(noise)]
 
 
 # Long context

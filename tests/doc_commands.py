@@ -68,7 +68,9 @@ NOT_RUN: dict[str, str] = {
     "gpt-oss-lite prepare --mixture .bench/learn/mixture.yaml --data-config .bench/learn/long_config.yaml "
     "--data-root .bench/learn-long": "reads what fetch brings",
     f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only parity": _LEARNING,
-    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only real": _LEARNING,
+    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only real --real-steps 720": (
+        _LEARNING
+    ),
     f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only ablations": _LEARNING,
     f"python scripts/learning.py run --data {_LEARN_DATA} --long-data .bench/learn-long/pretrain_chinchilla "
     "--out .bench/learning --only real,long": _LEARNING,

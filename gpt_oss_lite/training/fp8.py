@@ -4,9 +4,10 @@ Logits are made from hidden states and head in E4M3, and the hidden states' grad
 (Micikevicius et al., 2022, "FP8 formats for deep learning"). Both matrices are scaled by their largest magnitude; the
 logits' gradient, which lies in [-1, 1] and mostly near 1 / V, by a power of two that keeps it in E5M2's range. The
 head's own gradient stays a bf16 product: the card multiplies 8-bit floats only along rows, and it would need a
-transposed copy of the whole chunk. Hopper's fast accumulation keeps some 14 bits of a sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical
-Report"), which serves the logits' 768 terms; the hidden states' gradient has a term for every row of the vocabulary,
-most of them tiny beside the target's, and takes the exact one.
+transposed copy of the whole chunk.
+
+Hopper's fast accumulation keeps some 14 bits of a sum (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report"), which serves
+the logits' D terms. The hidden states' gradient has V, most of them tiny beside the target's: it takes the exact one.
 
 Shapes: C tokens of a chunk, D width, V vocabulary rows.
 """

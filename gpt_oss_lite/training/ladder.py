@@ -211,6 +211,6 @@ def _assumption() -> str:
 
     return (
         f"The speed is computed, not measured: {MEASURED_MFU:.1%} MFU, the cost of recomputing and the host's time to "
-        f"launch a layer are those of one H200 (docs/performance.md); links at {LINK_USE:.0%} of their data sheets and "
-        f"{TEAM_EFFICIENCY:.0%} where several GPUs wait for each other are assumed (docs/scaling.md)."
+        f"launch a layer are those of one H200, the {TEAM_EFFICIENCY:.0%} left where GPUs wait for each other those of "
+        f"two; links at {LINK_USE:.0%} of their data sheets are assumed (docs/performance.md, docs/scaling.md)."
     )

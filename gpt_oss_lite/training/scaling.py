@@ -1,9 +1,10 @@
 """How fast several GPUs train a recipe, from one GPU's measured speed and the bytes that they exchange.
 
-Measured on one H200 (docs/performance.md) and taken for every card: the share of the peak in products, what recomputing
-costs, and the host's time to launch a layer. Computed: the bytes of a step's gradients and, under FSDP, weights, over
-the rates of vendors' data sheets. Assumed, since nothing is measured on more than one GPU: LINK_USE, OVERLAP and
-TEAM_EFFICIENCY. Not in it: latency, which grows with the number of nodes; and a slower node.
+Measured on H200s (docs/performance.md, docs/scaling.md) and taken for every card: the share of the peak in products,
+what recomputing costs, the host's time to launch a layer, and what two GPUs lose to each other. Computed: the bytes of
+a step's gradients and, under FSDP, weights, over the rates of vendors' data sheets. Assumed: LINK_USE, OVERLAP, and
+that more GPUs lose no more to each other than two. Not in it: latency, which grows with the number of nodes; and a
+slower node.
 """
 
 from dataclasses import dataclass
@@ -13,19 +14,20 @@ from gpt_oss_lite.training.cluster import Cluster
 from gpt_oss_lite.training.flops import flops_per_token
 from gpt_oss_lite.training.memory import FP32, Layout, Setting, meta_model
 
-# configs/pretrain_h200_502m.yaml on an H200: 275,900 tokens/s.
-MEASURED_MFU = 0.447
-# configs/pretrain_a100_502m.yaml on it, which recomputes every third block: 230,000 tokens/s, 1.2 times the time.
-RECOMPUTING_COST = 0.6
-# configs/pretrain_24gb_502m.yaml on it, which waits for the host: 16,384 tokens at 146,200 a second, in 12 layers.
+# configs/pretrain_h200_502m.yaml on an H200: 286,000 tokens/s.
+MEASURED_MFU = 0.464
+# configs/pretrain_a100_502m.yaml on it, which recomputes every third block: 252,500 tokens/s, 1.13 times the time.
+RECOMPUTING_COST = 0.4
+# configs/pretrain_24gb_502m.yaml on it, which waits for the host: 16,384 tokens at 146,200 a second, in 12 layers, on a
+# slow host. A faster one gave 242,500.
 HOST_S_PER_LAYER = 16384 / 146_200 / 12
 
 LINK_USE = 0.7
 """Share of a link's rate that a collective operation gets: assumed."""
 OVERLAP = 0.8
 """Share of the pass beside which the exchange runs that can hide it: assumed."""
-TEAM_EFFICIENCY = 0.95
-"""What is left where GPUs wait for the slowest of them: assumed."""
+TEAM_EFFICIENCY = 0.96
+"""What is left where GPUs wait for the slowest and a card's kernels share it with the exchange: as two H200s had."""
 BACKWARD_SHARE = 2 / 3
 """Of a micro-batch's time: the backward pass has two products for each of the forward pass's."""
 

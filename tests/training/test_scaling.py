@@ -24,8 +24,8 @@ def of_each(ranks: int, micro_batch: int = 32) -> Setting:
 @pytest.mark.parametrize(
     ("setting", "tokens", "tokens_per_s"),
     [
-        (WHOLE, 131_072, 275_900),  # configs/pretrain_h200_502m.yaml
-        (Setting(8, 4, 3, 8192), 32_768, 230_000),  # configs/pretrain_a100_502m.yaml
+        (WHOLE, 131_072, 286_000),  # configs/pretrain_h200_502m.yaml
+        (Setting(8, 4, 3, 8192), 32_768, 252_500),  # configs/pretrain_a100_502m.yaml
         (Setting(4, 8, None, 8192), 16_384, 146_200),  # configs/pretrain_24gb_502m.yaml
     ],
 )
@@ -52,7 +52,7 @@ def test_replicas_send_twice_the_gradients_and_hide_all_but_the_embeddings(ranks
     time = step_time(RECIPE, of_each(ranks), Layout(ranks), H200)
     assert time.exchange == pytest.approx(2 * (ranks - 1) / ranks * 4 * 502_033_248 / (0.7 * rate))
     assert time.exposed == pytest.approx(2 * (ranks - 1) / ranks * 4 * 128_256 * 768 / (0.7 * rate))
-    assert time.total == pytest.approx((time.micro_batches + time.exposed) / 0.95)
+    assert time.total == pytest.approx((time.micro_batches + time.exposed) / 0.96)
 
 
 def test_a_slow_network_is_exposed_behind_the_last_backward_pass():

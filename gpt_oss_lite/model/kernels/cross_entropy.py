@@ -48,7 +48,7 @@ def _cross_entropy(
                 written = tl.load(row_ptr + back + cols).to(tl.float32)
                 tl.store(row_ptr + back + cols, (written * shrink).to(logits_ptr.dtype.element_ty))
             reference = top
-        # A row that has shown nothing but -inf has no reference yet: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+        # A row that has shown only -inf has no reference yet: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
         e = tl.exp(x - tl.where(reference == float("-inf"), 0.0, reference))
         total += e
         tl.store(row_ptr + at, tl.where(valid, e, 0.0).to(logits_ptr.dtype.element_ty), mask=at < V)
