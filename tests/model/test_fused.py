@@ -20,6 +20,7 @@ from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attentio
 from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry, fused_moe
 from gpt_oss_lite.model.fused.weights import joined_copy
 from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
+from gpt_oss_lite.training.loss import head_cross_entropy, plain_chunk_kernel, triton_chunk_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -286,6 +287,45 @@ def test_cross_entropy_of_logits_that_climb_far_above_where_their_row_began():
     assert (loss - expected).abs().max() < 2e-5 * expected.abs().max()
     for ours, theirs in zip(logits * factor[:, None], gradient, strict=True):
         assert_close(ours, theirs)
+
+
+def test_cross_entropy_of_logits_that_share_a_large_part_is_that_of_the_rest():
+    torch.manual_seed(0)
+    logits = random(4, 3000).detach() + torch.tensor([[1e4], [-1e4], [3e5], [0.0]], device=DEVICE)
+    target = torch.tensor([0, 2999, 2048, 7], device=DEVICE)
+    expected = F.cross_entropy(logits.double(), target, reduction="none")
+    loss, _ = cross_entropy_(logits, target, -100)
+    assert (loss - expected).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("kernel", [plain_chunk_kernel, triton_chunk_kernel])
+def test_a_chunk_of_extreme_rows_is_that_of_float64_and_its_ignored_rows_are_nothing(kernel):
+    torch.manual_seed(0)
+    vocabulary, steps = 4100, torch.arange(4100, device=DEVICE) // 2048
+    logits = torch.randn(11, vocabulary).to(DEVICE)
+    logits[0] *= 1e4
+    logits[1] = 37.5
+    logits[2, ::2] = float("-inf")
+    logits[3, -1] = 1e4
+    for row, climb in ((4, 39.0), (5, 41.0), (6, 1000.0)):
+        logits[row] += climb * steps
+    logits[7, 5], logits[8], logits[9], logits[10, 0] = float("nan"), float("nan"), float("-inf"), float("inf")
+    target = torch.tensor([0, 4099, 2047, 4099, 4096, 2048, 0, -100, -100, -100, -100], device=DEVICE)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, target, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    loss, factor = kernel(logits, target, -100, True)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=4e-6)
+    assert (logits * factor[:, None] - gradient)[:7].abs().max() < 1e-6  # PyTorch's NaN spreads from ignored rows
+    assert not logits[7:].any()
+    assert not factor[7:].any()
+    for chunk_size in (1, 3, 11):  # the same through the head, whose rows are the logits
+        h, head = exact[:7].detach().nan_to_num(neginf=-1e4).float(), torch.eye(vocabulary, device=DEVICE)
+        rows = h.double().requires_grad_()
+        (row_gradient,) = torch.autograd.grad(F.cross_entropy(rows, target[:7], reduction="sum"), rows)
+        h.requires_grad_()
+        total = head_cross_entropy(h[None], head, target[None, :7], chunk_size=chunk_size, kernel=kernel)
+        assert (torch.autograd.grad(total, h)[0] - row_gradient).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -55,7 +55,8 @@ def _cross_entropy(
     row_total = tl.sum(total, axis=0)
     factor = tl.where(valid, 1.0 / row_total, 0.0)
     tl.store(factor_ptr + row, factor)
-    tl.store(loss_ptr + row, tl.where(valid, reference + tl.log(row_total) - target_logit, 0.0))
+    # Logits are subtracted from each other first: beside a reference of 1e4 a small loss would lose its digits.
+    tl.store(loss_ptr + row, tl.where(valid, tl.log(row_total) - (target_logit - reference), 0.0))
     tl.debug_barrier()
     at_target = tl.where(valid, tl.exp(target_logit - reference) - row_total, 0.0)
     tl.store(target_ptr, at_target.to(logits_ptr.dtype.element_ty))
