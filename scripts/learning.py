@@ -173,10 +173,25 @@ def perform_all(bench: Bench, experiments: Sequence[Experiment]) -> dict[str, st
 
 def gather(out: Path) -> Path:
     """All results in one file."""
-    results = [json.loads(path.read_bytes()) for path in sorted((out / "results").glob("*.json"))]
+    results = [read_results(path, "name") for path in sorted((out / "results").glob("*.json"))]
     content = {"versions": versions(), "results": {result["name"]: result for result in results}}
     write_atomic(out / "results.json", json.dumps(content))
     return out / "results.json"
+
+
+def read_results(path: Path, key: str) -> dict[str, Any]:
+    """A file of results, which has a key.
+
+    Raises:
+        UserError: it is not JSON, or has not.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error})") from None
+    if not isinstance(content, dict) or key not in content:
+        raise UserError(f"{path} is no file of results: it has no key {key}")
+    return content
 
 
 def print_outcomes(out: Path, outcomes: Mapping[str, str]) -> None:
@@ -264,8 +279,10 @@ def tables(
     """Write tables and pictures of results into the page."""
     from learning_tables import write_page
 
+    if results.is_dir() and not any((results / "results").glob("*.json")):
+        raise UserError(f"--results {results}: there is no results/*.json in it; scripts/learning.py run writes them")
     path = gather(results) if results.is_dir() else results
-    print("\n".join(map(str, write_page(json.loads(path.read_bytes()), page))))
+    print("\n".join(map(str, write_page(read_results(path, "results"), page))))
 
 
 if __name__ == "__main__":

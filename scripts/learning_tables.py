@@ -1,12 +1,13 @@
 """From results.json of scripts/learning.py to the tables and pictures of docs/learning.md.
 
-A part of the page between `<!-- NAME -->` and `<!-- end -->` is written anew where the results have what it says, and
-stays as it is where they have not.
+A part of the page between the lines `<!-- NAME -->` and `<!-- end -->` is written anew where the results have what it
+says, and stays as it is where they have not. Pictures likewise.
 """
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 from learning_plan import ABLATIONS
 
 from gpt_oss_lite.inference.passkey import Cell, heat_map
-from shared_data.errors import require_extra
+from gpt_oss_lite.training.flops import format_mfu
+from shared_data.console import say
+from shared_data.errors import UserError, require_extra
 from shared_data.files import atomic_writer, write_atomic
 
 Results = Mapping[str, Any]
@@ -22,29 +25,54 @@ SMOOTHED_STEPS = 20
 
 
 def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
-    """Write the parts and pictures that the results have; the files written."""
+    """Write the parts and pictures that the results have; the files written.
+
+    Raises:
+        UserError: the page has not just one place for a part.
+    """
     results: Results = {name: result for name, result in content["results"].items() if "error" not in result}
     pictures = page.parent / page.stem
     text = page.read_text()
     written = []
     for name, (part, needed) in PARTS.items():
-        if not needed(results):
-            continue
-        lines = part(results)
-        text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda match, lines=lines: match[1] + "\n".join(lines) + "\n" + match[2],  # type: ignore[misc]
-            text,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{page} has {count} parts {name}"
+        with left_where_incomplete(name):
+            if not needed(results):
+                continue
+            text = replaced(text, name, part(results), page)
     for name, (draw, needed) in PICTURES.items():
-        if needed(results):
+        with left_where_incomplete(name):
+            if not needed(results):
+                continue
             pictures.mkdir(exist_ok=True)
             draw(results, pictures / name)
             written.append(pictures / name)
     write_atomic(page, text)
     return [page, *written]
+
+
+@contextmanager
+def left_where_incomplete(name: str) -> Iterator[None]:
+    """What is written inside stays as it is, with a line that says so, where the results lack what it wants."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        say(f"{name} stays as it is: the results lack something ({type(error).__name__}: {error})")
+
+
+def replaced(text: str, name: str, lines: Sequence[str], page: Path) -> str:
+    """The page's text with other lines in one part."""
+    new, count = re.subn(
+        rf"^(<!-- {name} -->\n).*?^(<!-- end -->)$",
+        lambda match: match[1] + "\n".join(lines) + "\n" + match[2],
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    if count != 1:
+        marks = f"<!-- {name} --> and <!-- end -->"
+        raise UserError(f"--page {page}: it has {count} parts between {marks}, it must have one")
+    return new
 
 
 def image(name: str, about: str) -> str:
@@ -151,13 +179,14 @@ def real(results: Results) -> list[str]:
     )  # fmt: skip
     settled = [row for row in rows if row["step"] > 1]
     speed = np.median([row["tokens_per_s"] for row in settled])
-    mfu = np.median([row["mfu"] or np.nan for row in settled])
+    shares = [row["mfu"] for row in settled if row["mfu"] is not None]
+    mfu = format_mfu(float(np.median(shares)) if shares else None)
     load = np.array(result["load"])
     imbalance = load.max(axis=1) / load.mean(axis=1)
     steps, tokens = rows[-1]["step"], rows[-1]["tokens"]
     said = (
         f"{steps} steps, {tokens / 1e6:.1f} M tokens ({rows[-1]['epoch'] + 1} epochs begun), "
-        f"{result['seconds']:.0f} s with start, evaluations and questions; {speed:,.0f} tokens/s, MFU {mfu:.1%}, peak "
+        f"{result['seconds']:.0f} s with start, evaluations and questions; {speed:,.0f} tokens/s, MFU {mfu}, peak "
         f"{max(row['memory_gib'] for row in rows):.1f} GiB. At the end the busiest expert of the worst layer has "
         f"{imbalance.max():.2f} times its share (aimed for: at most 1.5), {imbalance.mean():.2f} in the mean over "
         f"layers. Steps skipped: {result['skips']}."
@@ -200,12 +229,13 @@ def passkey_table(cells: Sequence[Cell]) -> list[str]:
 
 
 def samples(results: Results) -> list[str]:
-    """The texts, as they came."""
+    """The texts, as they came; but a line that begins as the page's marks do is indented, so that it is none."""
     lines = []
     for sample in results["real"]["answers"]["samples"]:
         text = sample["prompt"] + sample["text"]
         fence = "`" * (1 + max(map(len, ["``", *re.findall("`+", text)])))
-        lines += [f"Temperature {sample['temperature']:g}:", "", f"{fence}text", *text.splitlines(), fence, ""]
+        shown = [f" {line}" if line.startswith("<!--") else line for line in text.splitlines()]
+        lines += [f"Temperature {sample['temperature']:g}:", "", f"{fence}text", *shown, fence, ""]
     return lines
 
 
@@ -318,7 +348,7 @@ def has(*names: str, answer: str | None = None) -> Callable[[Results], bool]:
 def answered(result: Mapping[str, Any], answer: str) -> bool:
     """Whether a question has an answer that is no error."""
     found = result.get("answers", {}).get(answer)
-    return found is not None and not (isinstance(found, dict) and "error" in found)
+    return bool(found) and not (isinstance(found, dict) and "error" in found)
 
 
 def has_long(answer: str) -> Callable[[Results], bool]:

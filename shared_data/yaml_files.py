@@ -7,7 +7,7 @@ of nested aliases expands to gigabytes, and no configuration of ours needs them.
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, get_args
@@ -273,7 +273,10 @@ def _describe(detail: Any, block: type[BaseModel]) -> str:
     return f"{key} is {show(detail['input'])}: {detail['msg']}"
 
 
-def _hint(key: str, block: type[BaseModel], path: Iterable[Any]) -> str:
+def _hint(key: str, block: type[BaseModel], path: Sequence[Any]) -> str:
+    elsewhere = [name for name in block.model_fields if path and key in known_keys(block, [name])]
+    if elsewhere:
+        return f"the nearest known key is {elsewhere[0]}.{key}"
     return nearest(key, known_keys(block, path), block.OTHER_NAMES if issubclass(block, ConfigBlock) else {})
 
 

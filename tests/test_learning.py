@@ -16,6 +16,7 @@ from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+from shared_data.console import run_app
 from shared_data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -131,6 +132,67 @@ def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
     page.write_text(re.sub(r"(<!-- [\w-]+ -->\n).*?(<!-- end -->)", rf"\1{BLANK}\n\2", text, flags=re.DOTALL))
     write_page(partial, page)
     assert page.read_text().count(BLANK) == len(PARTS) - 5  # all of the real run's are written, and no other
+
+
+def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):
+    from learning_tables import write_page
+
+    page = tmp_path / "learning.md"
+    blank = re.sub(
+        r"(<!-- [\w-]+ -->\n).*?(<!-- end -->)", rf"\1{BLANK}\n\2", (ROOT / "docs/learning.md").read_text(),
+        flags=re.DOTALL,
+    )  # fmt: skip
+    page.write_text(blank)
+    results = fake_results()["results"]
+    real = results["real"]
+    real["rows"][0]["mfu"] = None
+    del real["answers"]["export"]["ours"]
+    real["answers"]["passkey_lengths"] = []
+    real["answers"]["samples"][0]["text"] = " rains\n<!-- end -->\n```\n<!-- corpus -->\n````"
+    results["transformers-1"]["rows"].pop()
+    write_page({"results": results}, page)
+    first = page.read_text()
+    write_page({"results": results}, page)
+    assert page.read_text() == first  # a sample that looks like the page's marks cuts nothing
+    said = capsys.readouterr().err
+    assert "exported stays as it is: the results lack something (KeyError: 'ours')" in said
+    assert "parity stays as it is" in said
+    assert first.count(BLANK) == 3  # and of passkeys, of which there are none
+    assert "MFU 40.0%" in first
+    for row in real["rows"]:
+        row["mfu"] = None
+    write_page({"results": results}, page)
+    assert "MFU n/a" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "it has no key results"),
+        ('{"result": {}}', "it has no key results"),
+        (None, "there is no results/*.json"),
+        (
+            json.dumps({"results": {"real": {"answers": {"samples": [{"prompt": "", "text": "", "temperature": 0}]}}}}),
+            "page.md: it has 0 parts between <!-- samples --> and <!-- end -->",
+        ),
+    ],
+)
+def test_files_that_are_no_results_are_refused_in_one_line(tmp_path, capsys, content, said):
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    page.write_text("A page\n")
+    if content is None:
+        results = tmp_path / "out"
+        results.mkdir()
+    else:
+        results.write_text(content)
+    assert run_app(learning.app, ["tables", "--results", str(results), "--page", str(page)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert page.read_text() == "A page\n"
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 def test_an_experiment_is_run_once_and_a_failure_is_told(tmp_path):

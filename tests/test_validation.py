@@ -184,6 +184,16 @@ def test_resuming_with_another_recipe_seed_or_corpus_names_each_field(options, c
     assert command(dataclasses.replace(resumed, allow_changed=True)) == 0
 
 
+@pytest.mark.parametrize(("first", "then"), [("muon", "adamw"), ("adamw", "muon")])
+def test_resuming_with_another_optimizer_is_refused_also_where_changes_are_allowed(options, capsys, first, then):
+    first, then = f"training.optimizer={first}", f"training.optimizer={then}"
+    assert command(dataclasses.replace(options, max_steps=2, overrides=[first])) == 0
+    resumed = dataclasses.replace(options, resume_latest=True, allow_changed=True, overrides=[then])
+    refused(resumed, capsys, "whose moments", f"start a new run with --init-from {options.out}")
+    fresh = dataclasses.replace(options, out=options.out.parent / "fresh", init_from=options.out, overrides=[then])
+    assert command(fresh) == 0
+
+
 def test_resuming_with_other_loader_workers_is_no_change(options):
     assert command(dataclasses.replace(options, max_steps=2)) == 0
     assert command(dataclasses.replace(options, resume_latest=True, overrides=["training.num_workers=1"])) == 0

@@ -159,7 +159,10 @@ def clock(out: Path) -> Iterator[Finding]:
 
 def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     """Keys that are allowed and yet would lose a run, or much of it."""
+    import torch
+
     from gpt_oss_lite.training.distributed import check_split
+    from gpt_oss_lite.training.fp8 import check_fp8_head
 
     training = recipe.training
     check_split(training, ranks)
@@ -177,6 +180,11 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
         yield Finding("config", NOTICE, "training.keep_last_n is 1: a damaged newest checkpoint has none before it")
     if stop_step > training.total_steps:
         yield Finding("config", NOTICE, f"steps after {training.total_steps:,} are at the schedule's floor")
+    if (workers := training.num_workers) > (cores := len(os.sched_getaffinity(0))):
+        text = f"training.num_workers is {workers}: more loader workers than the machine has cores ({cores})"
+        yield Finding("config", NOTICE, text)
+    if training.fp8_head:
+        check_fp8_head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:

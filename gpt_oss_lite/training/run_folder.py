@@ -175,6 +175,12 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
     ]
     if seed is not None and seed != record["seed"]:
         changes.append(f"--seed was {record['seed']}, is {seed}")
+    there, here = before["training.optimizer"], after["training.optimizer"]
+    if there != here and allow_changed:
+        raise UserError(
+            f"{folder} was started with training.optimizer {there}, whose moments {here} cannot go on from, also with "
+            f"--allow-changed: start a new run with --init-from {folder}"
+        )
     _refuse_changes(folder, changes, allow_changed)
 
 

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,16 +34,19 @@ def open_stream(
     """This rank's micro-batches of (input, target), each (B, T) int64 on the CPU, from a position of the stream on, for
     ever."""
     training = recipe.training
-    loader: DataLoader[MicroBatch] = DataLoader(
-        dataset,
-        batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size, ranks.rank, ranks.size),
-        num_workers=training.num_workers,
-        pin_memory=training.pin_memory and device.type == "cuda",
-        worker_init_fn=ignore_stop_signals,
-        # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
-        generator=torch.Generator(),
-    )
-    stream = iter(loader)
+    with warnings.catch_warnings():
+        # Of more workers than cores, where PyTorch prints its own source line; `doctor` says it better.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader: DataLoader[MicroBatch] = DataLoader(
+            dataset,
+            batch_sampler=MicroBatchSampler(order, position, training.micro_batch_size, ranks.rank, ranks.size),
+            num_workers=training.num_workers,
+            pin_memory=training.pin_memory and device.type == "cuda",
+            worker_init_fn=ignore_stop_signals,
+            # The loader draws a seed for its workers from this generator, not from the one whose state is saved.
+            generator=torch.Generator(),
+        )
+        stream = iter(loader)
     # torch raises from a SIGCHLD handler when a worker dies, at any point of a step, also in the middle of an update.
     # Without the handler the death is noticed where the next batch is asked for, and the state is a step's.
     if training.num_workers and threading.current_thread() is threading.main_thread():

@@ -209,6 +209,8 @@ def test_nested_aliases_cost_nothing(tmp_path):
     [
         ("training.lr=-1", "training.lr is -1: it must be greater than 0"),
         ("training.lrr=1", "training.lrr is not a known key; the nearest known key is lr"),
+        ("training.init_std=1", "training.init_std is not a known key; the nearest known key is model.init_std"),
+        ("model.optimizer=muon", "model.optimizer is not a known key; the nearest known key is training.optimizer"),
         ("trainin.lr=1", "trainin is not a known key; the nearest known key is training"),
         ("training.lr.x=1", "training.lr is a mapping: it must be a number"),
         ("training.lr", "it must have the form block.key=value"),

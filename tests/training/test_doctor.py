@@ -50,6 +50,7 @@ def test_a_run_that_is_well_prepared(prepared, capsys):
         (["--set", "model.vocab_size=40", "--set", "model.padded_vocab_size=null"], "corpus", "40 rows"),
         (["--set", "training.save_interval=100"], "config", "save_interval is 100"),
         (["--set", "training.nan_guard=false"], "config", "nan_guard is false"),
+        (["--set", "training.fp8_head=true"], "config", "training.fp8_head is true, and the device is cpu: it needs"),
         (["--ranks", "3"], "config", "3 ranks cannot share a step's micro-batches evenly"),
         (["--set", "model.d_model=1048576", "--set", "model.n_layers=4"], "memory", "GB"),
         (["--set", "training.mirror=nonsense://x"], "mirror", "nonsense"),
@@ -60,6 +61,11 @@ def test_what_would_lose_the_run_is_fatal(prepared, capsys, words, check, said):
     code, findings = examine(prepared, capsys, *words)
     assert code == 1
     assert said in findings[check, "fatal"]
+
+
+def test_more_loader_workers_than_cores_are_noticed(prepared, capsys):
+    _, findings = examine(prepared, capsys, "--set", "training.num_workers=100000")
+    assert "training.num_workers is 100000: more loader workers than" in findings["config", "notice"]
 
 
 @pytest.mark.parametrize("words", [["--set", "training.lrr=1"], ["--config", "none.yaml"]])

@@ -258,6 +258,15 @@ def test_a_killed_loader_worker_is_one_clear_line_and_the_run_is_the_unbroken_on
     assert tiny_run.rows(tmp_path / "run") == tiny_run.rows(tmp_path / "unbroken")
 
 
+def test_more_loader_workers_than_cores_leave_the_log_clean(tmp_path, corpus):
+    recipe = tiny_run.write_recipe(tmp_path / "r.yaml", corpus, num_workers=2, total_steps=4, save_interval=4)
+    code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code, stderr = tiny_run.finish(tiny_run.start_run(code, config=recipe, out=tmp_path / "run", seed=1))
+    assert code == 0
+    assert "Warning" not in stderr
+    assert stderr.splitlines()[-1].startswith("done: 4 steps")
+
+
 def test_workers_that_are_killed_again_and_again_end_the_run_with_one_line(tmp_path, corpus):
     code = (
         "import os, signal\nfrom gpt_oss_lite.training.dataset import PretrainDataset\n"
