@@ -13,6 +13,7 @@ and nothing more. Exit code 1 when the first ratio is below --at-least, or a run
 import gzip
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -175,10 +176,18 @@ class TestBed:
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the last step's, which every run saves
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            said = [line for line in lines if "error" in line.lower()]
-            raise RunFailed((said or lines or [f"exit code {done.returncode}"])[0])
+            raise RunFailed(reason_of(done.returncode, done.stderr))
         return run
+
+
+def reason_of(exit_code: int, stderr: str) -> str:
+    """Why a run failed, in a line: its first error; without one, how it ended and what it said last."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    if said := [line for line in lines if "error" in line.lower()]:
+        return said[0]
+    ended = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal.Signals(-exit_code).name}"
+    hint = " (the kernel does so where memory runs out)" if exit_code == -signal.SIGKILL else ""
+    return f"{ended}{hint}, after: {lines[-1] if lines else 'nothing'}"
 
 
 def exchange_of(events: list[dict[str, Any]]) -> dict[str, float]:

@@ -168,6 +168,14 @@ def test_scaling_says_in_one_line_what_failed(tiny_recipe):
     assert "nosuch" in failing.stderr.splitlines()[-1]
 
 
+def test_scaling_says_how_a_run_ended_that_says_no_error():
+    reason_of = load("bench_scaling").reason_of
+    log = "[run] r\n[memory] a step is estimated at 85 GB\n\n"
+    assert reason_of(1, f"{log}error: no room\nerror: later\n") == "error: no room"
+    assert reason_of(-9, log).startswith("killed by SIGKILL (the kernel does so where memory runs out), after: ")
+    assert reason_of(3, "") == "exit code 3, after: nothing"
+
+
 def test_exchange_is_exposed_where_nothing_else_runs():
     """Two steps of 100 us: products to 60, exchange from 40 to 90, of which 20 beside a product."""
     events = [{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 0, "dur": 5, "tid": 1}
