@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from gpt_oss_lite.inference.generate import Sample, Speed, generate
+from gpt_oss_lite.inference.generate import Sample, Sampler, Speed, generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import load_model
 from shared_data.console import count_of, say
@@ -36,7 +36,7 @@ class Settings:
         """With one setting read from text.
 
         Raises:
-            UserError: no such setting, or not a value of its type.
+            UserError: no such setting, not a value of its type, or out of range.
         """
         fields = {field.name: field for field in dataclasses.fields(self)}
         if name not in fields:
@@ -49,7 +49,10 @@ class Settings:
             allowed = f"{'an integer' if kind is int else 'a number'}{' or none' if optional else ''}"
             raise UserError(f"{name} is {text!r}: it must be {allowed}") from None
         changes: dict[str, Any] = {name: value}
-        return dataclasses.replace(self, **changes)
+        settings = dataclasses.replace(self, **changes)
+        sampling = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Sampler)}
+        Sampler(**sampling)  # which refuses what it cannot draw with
+        return settings
 
 
 class TextStream:

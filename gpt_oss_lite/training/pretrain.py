@@ -37,7 +37,7 @@ from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
-from gpt_oss_lite.training.run_folder import CONFIG_NAME, locked
+from gpt_oss_lite.training.run_folder import CONFIG_NAME, locked, words_to_go_on
 from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, save, wait_for_last_save
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
@@ -172,8 +172,9 @@ def step_until_the_end(run: Run, stop: StopRequest, bar: ProgressReporter) -> in
 
 
 def resume_line(run: Run) -> str:
-    """The command that goes on with a run on as many ranks."""
-    words = ["--config", str(run.folder / CONFIG_NAME), "--resume", "latest"]
+    """The command that goes on with a run on as many ranks, as it was gone on with this time."""
+    more = words_to_go_on(run.files[CONFIG_NAME], run.recipe, run.stop_step)
+    words = ["--config", str(run.folder / CONFIG_NAME), "--resume", "latest", *more]
     return f"{start_line_of_this_job(run.ranks.size)} {shlex.join(words)}"
 
 

@@ -251,6 +251,12 @@ def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
         kept_until = run.state.step if plan.resume_step is not None else NOTHING_KEPT
         run.logger.cut(kept_until, keep=lambda logged: logged == 1 or logged % interval == 0)
         say(f"[resume] from step {run.state.step}, window {run.position:,} of the stream")
+        later = [str(step) for step in run.checkpoints.marked_steps() if step > run.state.step]
+        if plan.options.resume_from is not None and later:
+            say(
+                f"warning: {run.checkpoints.folder} keeps what came after ({', '.join(later)}): until this run is past "
+                "it, --resume latest takes that; `gpt-oss-lite checkpoints delete` removes it"
+            )
     run.open_stream()
 
 

@@ -28,6 +28,7 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, dig
 from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, sha256_file, write_atomic
+from shared_data.yaml_files import check_config, parse_yaml
 
 RUNS = Path("runs")
 CONFIG_NAME = "config.yaml"
@@ -182,6 +183,17 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
             f"--allow-changed: start a new run with --init-from {folder}"
         )
     _refuse_changes(folder, changes, allow_changed)
+
+
+def words_to_go_on(config: str, recipe: Recipe, stop_step: int) -> list[str]:
+    """The options with which a run's own config.yaml, given as text, becomes this recipe, and stops at this step."""
+    before = _flatten(check_config(Recipe, parse_yaml(config, CONFIG_NAME), CONFIG_NAME).model_dump(mode="json"))
+    after = _flatten(recipe.model_dump(mode="json"))
+    changed = [key for key in after if before.get(key) != after[key]]
+    words = [word for key in changed for word in ("--set", f"{key}={json.dumps(after[key])}")]
+    if stop_step != recipe.training.total_steps:
+        words += ["--max-steps", str(stop_step)]
+    return words + ["--allow-changed"] * any(key not in FREE_ON_RESUME for key in changed)
 
 
 def check_corpus_unchanged(folder: Path, corpus: dict[str, Any], allow_changed: bool) -> None:

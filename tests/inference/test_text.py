@@ -63,7 +63,8 @@ def test_the_loop_continues_lines_and_survives_wrong_ones(model, capsys):
     repl(model, TOKENIZER, GREEDY, lines, out)
     (sample,), _ = complete(model, TOKENIZER, "One two", GREEDY)
     expected = "One two" + TOKENIZER.decode(sample.ids) + "\n"
-    assert out.getvalue().startswith(expected + "One\ntwo")  # the echo comes before the setting is looked at
+    (after,), _ = complete(model, TOKENIZER, "One\ntwo", GREEDY)  # a setting out of range is not taken
+    assert out.getvalue().startswith(expected + "One\ntwo" + TOKENIZER.decode(after.ids) + "\n")
     assert out.getvalue().endswith(expected)
     said = capsys.readouterr().err
     for message in (

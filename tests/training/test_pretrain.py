@@ -2,6 +2,7 @@
 shards."""
 
 import dataclasses
+import shlex
 import signal
 
 import pytest
@@ -315,6 +316,37 @@ def test_a_runs_own_recipe_goes_on_in_its_folder(tmp_path, corpus, monkeypatch):
     assert not (tmp_path / "runs").exists()
     assert pretrain(PretrainOptions(config=config, max_steps=1)) == 0  # nothing says to go on: a new run
     assert (tmp_path / "runs" / "config-001").is_dir()
+
+
+def test_the_line_to_go_on_with_keeps_what_was_changed_on_the_way(tmp_path, corpus, monkeypatch, capsys):
+    options = options_for(tmp_path, corpus, total_steps=4, save_interval=2)
+    assert pretrain(options) == 0
+    step = loop.train_step
+
+    def interrupted(run):
+        if run.state.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(run)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    overrides = ["training.total_steps=9", "training.lr=3e-5", "training.decay_steps=null", "training.pin_memory=true"]
+    changed = dataclasses.replace(options, resume_from=2, max_steps=8, allow_changed=True, overrides=overrides)
+    capsys.readouterr()
+    assert pretrain(changed) == 3
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/checkpoints keeps what came after (4): until this run is past it, --resume latest" in said
+    line = said.splitlines()[-1].split("--resume latest ")[1]
+    assert line == (
+        "--set training.lr=3e-05 --set training.total_steps=9 --set training.pin_memory=true --max-steps 8 "
+        "--allow-changed"
+    )
+    monkeypatch.undo()
+    words = shlex.split(line)
+    given = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+    again = dataclasses.replace(changed, resume_from=3, overrides=given)
+    assert pretrain(again) == 0
+    assert [row["lr"] for row in tiny_run.rows(tmp_path / "run")][-1] < 3e-5
+    assert tiny_run.rows(tmp_path / "run")[-1]["step"] == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
