@@ -107,6 +107,10 @@ class Ranks:
             distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
         return tensor
 
+    def any(self, flags: Tensor) -> Tensor:
+        """Flags, bool, that are set where any rank has set them, so that every rank skips what one must skip."""
+        return flags if self.size == 1 else self.max(flags.to(torch.int32)).to(torch.bool)
+
     def by_micro_batch(self, figures_aF: Tensor) -> Tensor:
         """All micro-batches' figures in the order of the stream, (A, F), the same bits on every rank.
 

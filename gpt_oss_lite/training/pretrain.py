@@ -32,7 +32,7 @@ from gpt_oss_lite.training.figures import StepFigures, of_all_micro_batches, pea
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
-from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
 from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
@@ -192,13 +192,13 @@ def train_step(run: Run) -> StepFigures:
     parameters = list(run.model.parameters())
     norm = run.parallel.norm(parameters)
     ce = figures.ces_A.sum()
-    flags_A = on_any_rank(micro_batch_flags(figures.losses_A, norm))
+    flags_A = run.ranks.any(micro_batch_flags(figures.losses_A, norm))
     spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
     clip_gradients(parameters, training.grad_clip, norm)
     lr = set_rate(run)
     if training.nan_guard:
         skip = flags_A.any()
-        update_unless(skip | on_any_rank(spike) if training.skip_spikes else skip, run.optimizer)
+        update_unless(skip | run.ranks.any(spike) if training.skip_spikes else skip, run.optimizer)
         run.guard.record(state.step + 1, run.position, flags_A)
     else:
         run.optimizer.step()

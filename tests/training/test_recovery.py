@@ -18,7 +18,8 @@ from torch import distributed, multiprocessing
 from gpt_oss_lite.training import pretrain as loop
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.diagnosis import NOT_AGAIN, Diagnosis, diagnose, first_non_finite, report_window
-from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
+from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
 from gpt_oss_lite.training.optimizer import update_unless
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain, train
 from gpt_oss_lite.training.run import open_run, plan_run
@@ -151,7 +152,7 @@ def _rank(rank, folder):
     results = []
     for losses in ([1.0, float("nan") if rank == 1 else 2.0], [1.0, 2.0]):
         weight.grad = torch.full((3,), losses[1])
-        flags = on_any_rank(micro_batch_flags(torch.tensor(losses), torch.tensor(1.0)))
+        flags = Ranks(rank, size=2).any(micro_batch_flags(torch.tensor(losses), torch.tensor(1.0)))
         update_unless(flags.any(), optimizer)
         results.append((flags.tolist(), weight.tolist()))
     with open(f"{folder}/rank{rank}.json", "w") as file:
