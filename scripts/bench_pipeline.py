@@ -30,6 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gpt_oss_lite.options import print_json  # noqa: E402
 from shared_data.config.quality import WebRules  # noqa: E402
 from shared_data.html import text_of_html  # noqa: E402
 from shared_data.measures import LineRules, measure, measure_plainly  # noqa: E402
@@ -339,7 +340,7 @@ def main() -> None:
         print(make_corpus(options.make_corpus))
     elif options.corpus:
         found = bench(options.corpus, options)
-        print(json.dumps(found, indent=2)) if options.json else show(found)
+        print_json(found) if options.json else show(found)
     else:
         parser.error("give --corpus, or --make-corpus once")
 
