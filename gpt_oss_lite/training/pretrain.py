@@ -252,7 +252,7 @@ def micro_batch(
     document_ids_BT = document_ids_of(ids_BT, run.dataset, run.recipe.model)
     with nullcontext() if last else run.parallel.apart():
         with autocast(run.device, run.recipe.model.dtype):
-            h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
+            h_BTD, stats = run.parallel.forward(ids_BT, document_ids_BT=document_ids_BT)
             ce_sum = head_cross_entropy(
                 h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size, fp8=training.fp8_head
             )

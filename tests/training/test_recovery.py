@@ -12,7 +12,6 @@ import psutil
 import pytest
 import tiny_run
 import torch
-from test_pretrain import Poison
 from torch import distributed, multiprocessing
 
 from gpt_oss_lite.training import pretrain as loop
@@ -117,7 +116,7 @@ class TestDiagnosis:
 
     def test_giving_up_writes_the_diagnosis(self, tmp_path, corpus, capsys):
         run = open_for(tmp_path, corpus, nan_guard_max_rollbacks=0)
-        run.forward = Poison(run, range(8, 1000))
+        tiny_run.blow_up(run, range(8, 1000))
         with StopRequest() as stop:
             assert train(run, stop) == 4
         (event,) = tiny_run.events(tmp_path / "run", "give_up")
@@ -135,7 +134,7 @@ def test_a_lower_rate_for_a_while_after_a_rollback_also_after_a_resume(tmp_path,
         tmp_path, corpus, total_steps=20, nan_guard_lr_factor=0.25, nan_guard_lr_steps=6, save_interval=5
     )
     run = open_run(plan_run(dataclasses.replace(options, max_steps=10)))
-    run.forward = Poison(run, range(13, 18))  # back to step 5
+    tiny_run.blow_up(run, range(13, 18))  # back to step 5
     with StopRequest() as stop:
         assert train(run, stop) == 0
         assert train(open_run(plan_run(dataclasses.replace(options, resume_latest=True))), stop) == 0
@@ -199,8 +198,8 @@ class TestSignals:
                 send()
             run = real_open(plan)
             if where.startswith("first"):
-                forward = run.forward
-                run.forward = lambda *words, **names: (send(), forward(*words, **names))[1]
+                forward = run.parallel.forward
+                tiny_run.replace_forward(run, lambda *words, **names: (send(), forward(*words, **names))[1])
             return run
 
         monkeypatch.setattr(loop, "open_run", open_interrupted)
