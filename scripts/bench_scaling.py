@@ -28,7 +28,6 @@ import typer
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
-from gpt_oss_lite.training.memory import step_windows
 from gpt_oss_lite.training.profiling import WARMUP_STEPS
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
@@ -112,7 +111,7 @@ def rows(recipe: Recipe, ranks: int) -> list[Row]:
         UserError: the ranks cannot share a step's windows evenly.
     """
     micro, accumulation = recipe.training.micro_batch_size, recipe.training.gradient_accumulation_steps
-    windows = step_windows(recipe)
+    windows = recipe.training.windows_per_step
     if windows % ranks:
         raise UserError(f"--ranks is {ranks}: it must divide the {windows} windows of the recipe's step")
     size = max(size for size in range(1, micro + 1) if windows // ranks % size == 0)

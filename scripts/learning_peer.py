@@ -103,7 +103,7 @@ def train_peer(recipe: Recipe, seed: int) -> dict[str, Any]:
     path = resolve_data_path(recipe.data.train_data_path)
     dataset = PretrainDataset(path, config.max_seq_len, config.embedding_rows)
     order = DataOrder(len(dataset), seed)
-    width = training.micro_batch_size * training.gradient_accumulation_steps
+    width = training.windows_per_step
     rows: list[dict[str, float]] = []
     for step in range(1, training.total_steps + 1):
         started = time.perf_counter()

@@ -19,8 +19,9 @@ from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
+from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, layout_of, meta_model
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, meta_model
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -99,7 +100,7 @@ class Run:
     @property
     def windows_per_step(self) -> int:
         """Windows that one step trains on."""
-        return self.recipe.training.micro_batch_size * self.recipe.training.gradient_accumulation_steps
+        return self.recipe.training.windows_per_step
 
     @property
     def position(self) -> int:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
-from gpt_oss_lite.training.distributed import check_split, whole
+from gpt_oss_lite.training.distributed import whole
+from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from shared_data.errors import UserError
 
