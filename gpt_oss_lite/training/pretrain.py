@@ -31,6 +31,7 @@ from gpt_oss_lite.training.evaluation import evaluate
 from gpt_oss_lite.training.figures import StepFigures, of_all_micro_batches, peak_memory_gib, sink_means
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
+from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
 from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
@@ -79,7 +80,7 @@ def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
         try:
             return train(run, stop)
         except torch.cuda.OutOfMemoryError:
-            report_out_of_memory(run.recipe, run.folder)
+            report_out_of_memory(run.recipe, run.folder, layout_of(run.recipe.training, ranks.size))
             ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
         except Exception as error:
