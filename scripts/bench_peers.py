@@ -103,7 +103,8 @@ def transformers_gpt_oss(batch_size: int) -> dict[str, float]:
     )  # fmt: skip
     config._attn_implementation = "flex_attention"
     config._experts_implementation = "grouped_mm"
-    model = GptOssForCausalLM(config).to("cuda").float()
+    model: torch.nn.Module = GptOssForCausalLM(config)
+    model = model.to("cuda").float()
     forward = torch.compile(model)
     accumulation = TOKENS // (batch_size * T)
     ids = torch.randint(ours.vocab_size, (accumulation, batch_size, T), device="cuda")

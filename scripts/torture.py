@@ -57,7 +57,9 @@ def die() -> None:
 def aim(place: str, call: int, rng: random.Random) -> None:
     """Make this process die at the n-th call of a kind: before it, after it, or with it half done."""
     if place == "any moment":
-        threading.Thread(target=lambda: (time.sleep(rng.uniform(0, 1.2)), die()), daemon=True).start()
+        timer = threading.Timer(rng.uniform(0, 1.2), die)
+        timer.daemon = True
+        timer.start()
         return
     count, moment = iter(range(10**9)), rng.choice(["before", "half", "after"])
 

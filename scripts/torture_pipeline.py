@@ -117,7 +117,7 @@ def calls_of_a_run(ground: Ground) -> int:
     tally = ground.folder / "calls"
 
     def count() -> None:
-        at_each_call(lambda number: tally.write_text(str(number)) and None)
+        at_each_call(lambda number: tally.write_text(str(number)))
         run_all(context_of(ground.folder, root="counted"))
 
     in_child(count)
