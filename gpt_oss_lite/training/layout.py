@@ -1,6 +1,6 @@
 """How a job's ranks, one process a GPU, share a step and the model's state, and which numbers of ranks can.
 
-A step can be cut for as many ranks as divide its windows (`usable_ranks`); as a recipe cuts it, into
+A step can be cut for as many ranks as divide its windows (`check_windows`, `usable_ranks`); as a recipe cuts it, into
 micro-batches, fewer may share it (`check_split`).
 """
 
@@ -61,6 +61,18 @@ def usable_ranks(windows: int, gpus: int, gpus_per_node: int) -> list[int]:
         for ranks in range(1, min(gpus, windows) + 1)
         if windows % ranks == 0 and (ranks < gpus_per_node or ranks % gpus_per_node == 0)
     ]
+
+
+def check_windows(training: TrainingConfig, ranks: int) -> None:
+    """See that a step can be cut for `--ranks` so many.
+
+    Raises:
+        UserError: they do not divide its windows.
+    """
+    if training.windows_per_step % ranks:
+        raise UserError(
+            f"--ranks is {ranks}: it must divide the {training.windows_per_step} windows of the recipe's step"
+        )
 
 
 def check_split(training: TrainingConfig, n_ranks: int) -> None:
