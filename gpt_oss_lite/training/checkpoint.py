@@ -364,7 +364,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The folder with the checkpoint files, given it or the run's folder.
 
     Raises:
-        FileNotFoundError: no such folder.
+        UserError: no such folder.
     """
     path = Path(path)
     if not path.is_dir():

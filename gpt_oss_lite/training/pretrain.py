@@ -57,7 +57,8 @@ def pretrain(options: PretrainOptions) -> int:
     """Train as a recipe says.
 
     Returns:
-        0 done, 3 stopped by a signal or the time limit after a save, 4 given up by the NaN guard.
+        0 done, 1 out of memory, or the first rank failed (which has been said), 3 stopped by a signal or the time
+        limit after a save, 4 given up by the NaN guard.
 
     Raises:
         UserError, OSError: bad input; nothing has been written then.
