@@ -4,6 +4,7 @@ This file as a program imports everything once, and forks the ranks of one job a
 time that starting them would take.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -36,6 +37,10 @@ class Job:
     """A path in the run that is a folder with something in it before the first step, where a file is to come."""
     dump: str | None = None
     """Where the first rank writes whole weights and moments as they are before the first step."""
+
+    def __post_init__(self) -> None:
+        self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
+        self.signal_after = {int(rank): passes for rank, passes in self.signal_after.items()}
 
 
 def run(*jobs: Job) -> list[list[int]]:
@@ -76,6 +81,7 @@ def _fork_ranks(job: Job) -> list[int]:
 def _pretrain(job: Job, rank: int) -> int:
     import signal
 
+    import tiny_run
     import torch
     import typer
 
@@ -85,7 +91,6 @@ def _pretrain(job: Job, rank: int) -> int:
     if job.float64:
         torch.set_default_dtype(torch.float64)
     real = loop.open_run
-    poisoned, last = set(job.poison.get(str(rank), [])), job.signal_after.get(str(rank))  # JSON's keys are strings
 
     def open_run(plan: Any) -> Any:
         opened = real(plan)
@@ -93,17 +98,16 @@ def _pretrain(job: Job, rank: int) -> int:
             dump_state(opened, job.dump)
         if job.blocked is not None and rank == 0:
             (opened.folder / job.blocked / "in the way").mkdir(parents=True)
-        forward, count = opened.forward, 0
+        tiny_run.blow_up(opened, job.poison.get(rank, []))
+        forward, count = opened.parallel.forward, itertools.count(1)
 
-        def watched(*words: Any, **names: Any) -> Any:
-            nonlocal count
-            h, stats = forward(*words, **names)
-            count += 1
-            if count == last:
+        def signalling(*words: Any, **names: Any) -> Any:
+            hidden_and_stats = forward(*words, **names)
+            if next(count) == job.signal_after.get(rank):
                 signal.raise_signal(signal.SIGTERM)
-            return (h * torch.nan if count - 1 in poisoned else h), stats
+            return hidden_and_stats
 
-        opened.forward = watched
+        tiny_run.replace_forward(opened, signalling)
         return opened
 
     loop.open_run = open_run
