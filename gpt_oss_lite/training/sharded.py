@@ -10,12 +10,13 @@ module is imported where it is used: it loads more than it needs.
 """
 
 import errno
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
     mine, reason = {}, None
     try:
         for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
-            with open(path, "rb") as file:
+            with open(path, "r+b") as file:
+                order_metadata(file)
                 os.fsync(file.fileno())
             mine[path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
     except OSError as error:  # the others wait for this rank's answer all the same
@@ -91,6 +93,22 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
         raise _not_written(folder, reasons)
     ranks.from_main(lambda: fsync_folder(folder), share=False)
     return {name: about for part, _ in answers for name, about in part.items()}
+
+
+def order_metadata(file: BinaryIO) -> None:
+    """Put the metadata in a safetensors file's header in the order of its keys, in place: same tensors, same bytes.
+
+    The library writes it from a map that it walks in random order, so that every save of the same tensors has another
+    SHA-256 (https://github.com/safetensors/safetensors/issues/584). A header of another layout than its own is left.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(ordered) <= length:
+        file.seek(8)
+        file.write(ordered.ljust(length))
 
 
 def _not_written(folder: Path, reasons: Mapping[int, str]) -> OSError:

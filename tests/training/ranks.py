@@ -32,6 +32,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    kill_after: int | None = None
+    """Forward passes after which every rank kills itself."""
     blocked: str | None = None
     """A path in the run that is a folder with something in it before the first step, where a file is to come."""
     dump: str | None = None
@@ -99,6 +101,8 @@ def _pretrain(job: Job, rank: int) -> int:
             nonlocal count
             h, stats = forward(*words, **names)
             count += 1
+            if count == job.kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
             if count == last:
                 signal.raise_signal(signal.SIGTERM)
             return (h * torch.nan if count - 1 in poisoned else h), stats
@@ -135,7 +139,15 @@ def dump_state(run: Any, path: str) -> None:
         torch.save({name: tensors for part in parts for name, tensors in part.items()}, path)
 
 
-if __name__ == "__main__":
-    import gpt_oss_lite.training.pretrain  # noqa: F401 (before the fork)
+def import_before_the_fork() -> None:
+    """Import what every rank would import for itself: an optimizer or a sharded model takes seconds for it."""
+    import importlib
 
+    for name in ("gpt_oss_lite.training.pretrain", "gpt_oss_lite.training.sharded", "torch._dynamo",
+                 "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):  # fmt: skip
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    import_before_the_fork()
     print(json.dumps([_fork_ranks(Job(**job)) for job in json.loads(sys.argv[1])]))
