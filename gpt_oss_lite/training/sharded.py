@@ -28,6 +28,7 @@ from gpt_oss_lite.training.checkpoint import CheckpointManager, Writer
 from gpt_oss_lite.training.checkpoint_names import SHARDED_KINDS, file_name
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write
 from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
@@ -216,6 +217,10 @@ def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, dict[st
 def consolidate(manager: CheckpointManager, step: int) -> None:
     """Turn a step in shards into the single-file form, which replaces it when it is whole on the disk.
 
+    Both forms share the schedule's and the random numbers' files, which stay as they are, so that the meta, whose
+    replacement is the one moment at which the step changes its form, names whole files before and after. Killed at any
+    point, a second call finishes: it begins by deleting what does not belong to the form that the meta names.
+
     Raises:
         DamagedCheckpoint: the shards do not match their hashes.
         UserError: they are not the model that their meta says.
@@ -223,6 +228,9 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     meta, folder = manager.verify(step), manager.shards(step)
+    remove_leftovers(manager)
+    if not manager.is_sharded(step):
+        return
     metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in metadata.items()}
     model = meta_model(ModelConfig(**meta["model"]))
@@ -239,5 +247,7 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     others = {key: value for key, value in meta.items() if key not in ("format", "step", "files")}
     snapshot = Snapshot(step, weights, {"state": state}, sched, rng, others)
     assert_room_to_write(manager.folder, snapshot.n_bytes + OVERHEAD_BYTES)
-    manager.commit(step, snapshot.meta, manager.writers_of(snapshot))
+    writers = manager.writers_of(snapshot)
+    kept = {name: meta["files"][name] for name in (file_name("sched", step), file_name("rng", step))}
+    manager.commit(step, others, {"model": writers["model"], "optim": writers["optim"]}, kept)
     manager.remove_shards(step)
