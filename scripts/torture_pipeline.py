@@ -25,10 +25,10 @@ from typing import Annotated, Any
 import needs_packages  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
-HELPERS = ROOT / "tests/shared_data"
-sys.path[:0] = [str(ROOT), str(HELPERS)]
+PATHS = [str(ROOT / name) for name in (".", "tests", "tests/shared_data")]
+sys.path[:0] = PATHS
 # Workers that Ray starts import what is run.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer  # noqa: E402
