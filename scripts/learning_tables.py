@@ -30,13 +30,8 @@ def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
     for name, (part, needed) in PARTS.items():
         if not needed(results):
             continue
-        lines = part(results)
-        text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda match, lines=lines: match[1] + "\n".join(lines) + "\n" + match[2],  # type: ignore[misc]
-            text,
-            flags=re.DOTALL,
-        )
+        lines = "\n".join(part(results)).replace("\\", r"\\")
+        text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{lines}\n\g<2>", text, flags=re.DOTALL)
         assert count == 1, f"{page} has {count} parts {name}"
     for name, (draw, needed) in PICTURES.items():
         if needed(results):

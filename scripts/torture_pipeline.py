@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,7 +108,7 @@ def array_round(folder: Path) -> list[int]:
             if code := run_stage(stage.run, context, False):
                 os._exit(code)
 
-    jobs = [start_child(lambda index=index: job(index)) for index in range(3)]  # type: ignore[misc]
+    jobs = [start_child(partial(job, index)) for index in range(3)]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in jobs]
 
 

@@ -132,6 +132,19 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors that shards make up, on the meta device."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        for name, about in metadata.items()
+        if isinstance(about, TensorStorageMetadata)  # safetensors holds nothing else
+    }
+
+
 def save_shards(
     manager: CheckpointManager,
     model: nn.Module,
@@ -186,10 +199,7 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str])
     Raises:
         UserError: names the first tensor that differs.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    there = {name: tuple(about.size) for name, about in metadata.items()}  # type: ignore[union-attr]
+    there = {name: tuple(tensor.shape) for name, tensor in tensors_in(folder).items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights = {name for name in there if name.startswith("model.")}
     for name in sorted(wanted.keys() | (weights - others)):
@@ -225,14 +235,11 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
         DamagedCheckpoint: the shards do not match their hashes.
         UserError: they are not the model that their meta says.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
     meta, folder = manager.verify(step), manager.shards(step)
     remove_leftovers(manager)
     if not manager.is_sharded(step):
         return
-    metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in metadata.items()}
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(folder).items()}
     model = meta_model(ModelConfig(**meta["model"]))
     _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
     read_shards(folder, tensors)

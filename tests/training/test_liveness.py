@@ -106,9 +106,7 @@ def stopped():
 def known_as(process, **changes):
     """What a process would have told of itself before it was stopped; the start from its second source, psutil."""
     ticks = round((psutil.Process(process.pid).create_time() - psutil.boot_time()) * os.sysconf("SC_CLK_TCK"))
-    assert abs(ticks - int(liveness._start_of(process.pid))) <= os.sysconf(
-        "SC_CLK_TCK"
-    )  # the clock may be set
+    assert abs(ticks - int(liveness._start_of(process.pid))) <= os.sysconf("SC_CLK_TCK")  # the clock may be set
     return {**liveness._myself(), "pid": process.pid, "started": liveness._start_of(process.pid), **changes}
 
 
