@@ -2,6 +2,7 @@
 
     python scripts/bench_scaling.py                                      the H200 recipe on one GPU and on all
     python scripts/bench_scaling.py --ranks 2 --config FILE --json       on two, another recipe
+    python scripts/bench_scaling.py --each                               against the mean of the GPUs, each alone
 
 Each row is the command that one would type (training/pretrain.py, under torchrun where there are several ranks), on
 random tokens: the recipe on one GPU; on N with as many tokens a step for each of them; on N with the recipe's tokens a
@@ -12,6 +13,7 @@ and nothing more. Exit code 1 when the first ratio is below --at-least, or a run
 
 import gzip
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -49,6 +51,8 @@ class Row(NamedTuple):
     micro_batch_size: int
     accumulation: int
     """Micro-batches of a step on all ranks."""
+    gpu: int = 0
+    """Which GPU of this machine, where there is one rank."""
 
 
 class RunFailed(Exception):
@@ -60,6 +64,7 @@ def bench(
     config: Annotated[Path, typer.Option(help="Recipe, a YAML file.")] = ROOT / "configs/pretrain_h200_502m.yaml",
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs of the larger rows. Default: all.")] = None,
     steps: Annotated[int, typer.Option(min=1, help=f"Steps of one of {READINGS} readings, and before them.")] = 8,
+    each: Annotated[bool, typer.Option("--each", help="Measure each GPU alone, not the first one only.")] = False,
     at_least: Annotated[float, typer.Option(min=0, help="Ratio to one GPU that the first row of several needs.")] = 0.0,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -74,9 +79,10 @@ def bench(
     with tempfile.TemporaryDirectory() as folder:
         bed = TestBed(config, list(overrides or ()), recipe, steps, Path(folder))
         try:
-            for row in rows(recipe, count):
+            for row in rows(recipe, count, each):
                 results.append(bed.measure(row))
-                results[-1]["ratio"] = results[-1]["tokens_per_s"] / results[0]["tokens_per_s"]
+                alone = statistics.mean(one["tokens_per_s"] for one in results if one["ranks"] == 1)
+                results[-1]["ratio"] = results[-1]["tokens_per_s"] / alone
                 if not as_json:
                     print_row(results[-1])
             exchange = bed.profile(rows(recipe, count)[1])
@@ -88,7 +94,8 @@ def bench(
         print_json({"device": device, "rows": results, "exchange": exchange})
     else:
         print_exchange(exchange)
-    return 0 if results[1]["ratio"] >= at_least else 1
+    shared = next(one for one in results if one["ranks"] > 1)
+    return 0 if shared["ratio"] >= at_least else 1
 
 
 def ranks_to_use(asked: int | None) -> int:
@@ -105,8 +112,8 @@ def ranks_to_use(asked: int | None) -> int:
     return asked or there
 
 
-def rows(recipe: Recipe, ranks: int) -> list[Row]:
-    """What is measured.
+def rows(recipe: Recipe, ranks: int, each: bool = False) -> list[Row]:
+    """What is measured: one GPU, or with `each` every one of them alone, and then `ranks` together.
 
     Raises:
         UserError: the ranks cannot share a step's windows evenly.
@@ -116,8 +123,9 @@ def rows(recipe: Recipe, ranks: int) -> list[Row]:
     if windows % ranks:
         raise UserError(f"--ranks is {ranks}: it must divide the {windows} windows of the recipe's step")
     size = max(size for size in range(1, micro + 1) if windows // ranks % size == 0)
+    alone = [Row(f"GPU {gpu} alone", 1, micro, accumulation, gpu) for gpu in range(ranks if each else 1)]
     return [
-        Row("one", 1, micro, accumulation),
+        *alone,
         Row("as many tokens for each", ranks, micro, accumulation * ranks),
         Row("as many tokens in all", ranks, size, windows // size),
     ]
@@ -172,7 +180,11 @@ class TestBed:
             sys.executable, *launch, ROOT / "training/pretrain.py", "--config", self._config, "--out", run, "--seed", 0,
             "--max-steps", max_steps, *words, *(word for setting in settings for word in ("--set", setting)),
         ]  # fmt: skip
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(row.gpu + 1)))).split(",")
+        gpu = {"CUDA_VISIBLE_DEVICES": visible[row.gpu]} if row.ranks == 1 and torch.cuda.is_available() else {}
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, check=False, env={**os.environ, **gpu}
+        )
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the last step's, which every run saves
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -142,17 +142,21 @@ def tiny_recipe(tmp_path):
 
 
 def test_scaling_is_measured_on_ranks_that_torchrun_starts(tiny_recipe):
-    """On the CPU: three rows and the profile of a real exchange. No two processes are a thousand times one."""
-    words = ["--config", tiny_recipe, "--steps", "1", "--at-least", "1000", "--json"]
+    """On the CPU: each alone, two together twice, a profile. No two processes are a thousand times one."""
+    words = ["--config", tiny_recipe, "--steps", "1", "--each", "--at-least", "1000", "--json"]
     result = command_line.run("python", "scripts/bench_scaling.py", *words, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1, result.stderr
     assert result.stderr.startswith("no CUDA device: ")
     measured = json.loads(result.stdout)
     rows = measured["rows"]
     assert [(row["ranks"], row["micro_batch_size"], row["accumulation"]) for row in rows] == [
-        (1, 2, 2), (2, 2, 4), (2, 2, 2)]  # fmt: skip
-    assert [row["tokens_per_step"] for row in rows] == [64, 128, 64]
-    assert rows[0]["ratio"] == 1
+        (1, 2, 2), (1, 2, 2), (2, 2, 4), (2, 2, 2)]  # fmt: skip
+    assert [row["tokens_per_step"] for row in rows] == [64, 64, 128, 64]
+    assert [row["gpu"] for row in rows[:2]] == [0, 1]
+    alone = (rows[0]["tokens_per_s"] + rows[1]["tokens_per_s"]) / 2
+    assert [rows[0]["ratio"], *(row["ratio"] * alone for row in rows[1:])] == pytest.approx(
+        [1, *(row["tokens_per_s"] for row in rows[1:])]
+    )
     assert all(len(row["readings"]) == 3 and row["tokens_per_s"] > 0 for row in rows)
     assert 0 < measured["exchange"]["exposed_s"] <= measured["exchange"]["exchange_s"] <= measured["exchange"]["step_s"]
 

@@ -68,6 +68,8 @@ class TrainingConfig(ConfigBlock):
     """Under torchrun: a replica on every rank (ddp), or weights, gradients and moments in shards (fsdp)."""
     expert_parallel_size: int = Field(1, ge=1)
     """Ranks that share each layer's routed experts, to which tokens travel; 1: every rank has all. With ddp only."""
+    gradient_bucket_mb: int = Field(25, ge=1)
+    """MB (2^20) of gradients that ddp exchanges at a time, beside the backward pass."""
     distributed_timeout_s: float = Field(60.0, ge=1)
     """Seconds within which a rank that was killed or hangs ends the job, with an error that names it."""
 

@@ -89,7 +89,7 @@ def share_model(
         names = [name for name, _ in wrapped.named_parameters() if ROUTED in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)
     # Gradients that are views of the buckets need no second copy of them; they stay so if they are zeroed, not dropped.
-    replica = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(wrapped, bucket_cap_mb=training.gradient_bucket_mb, gradient_as_bucket_view=True)
     if experts is None:
         return Parallel(replica, replica.no_sync, ranks.size, keeps_gradients=True)
     return Parallel(

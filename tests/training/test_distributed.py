@@ -8,16 +8,19 @@ import tiny_run
 import torch
 from ranks import Job
 from safetensors.torch import load_file
+from small_models import SMALL
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
-from gpt_oss_lite.training.distributed import check_split, whole
+from gpt_oss_lite.training.distributed import Ranks, check_split, whole
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
+from gpt_oss_lite.training.parallel import share_model
 from shared_data.console import run_app
 from shared_data.errors import UserError
 
@@ -214,6 +217,26 @@ def test_d25_the_ranks_windows_of_a_step_are_together_those_of_one_process(order
         for step in range(3):
             dealt = [next(sampler) for _ in range(4 // n_ranks) for sampler in samplers]
             assert list(itertools.chain(*dealt)) == order.windows(5 + 8 * step, 8).tolist()
+
+
+@pytest.mark.parametrize("megabytes", [1, 4, 25])
+def test_gradients_are_exchanged_in_buckets_of_the_size_asked_for(megabytes, tmp_path):
+    """Of 11.4 MB; a bucket is full when it holds as much as asked for, and the embedding of 1.6 MB comes last."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = GPTOSS(SMALL.replace(vocab_size=512, d_model=768, expert_hidden_size=64))
+        training = TrainingConfig(gradient_bucket_mb=megabytes)
+        shared = share_model(model, training, Ranks(size=2), lambda forward: forward)
+        for _ in range(2):  # the first backward pass finds the order in which gradients are ready
+            shared.forward(torch.arange(64)[None])[0].sum().backward()
+        shared.forward(torch.arange(64)[None])
+        sizes = [int(size) for size in shared.forward._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")]
+        limit, embedding = megabytes * 2**20, 4 * 512 * 768
+        assert all(limit <= size < limit + embedding for size in sizes[:-1])
+        assert sizes[-1] < limit + embedding
+        assert sum(sizes) == 4 * model.num_parameters()
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("skip", [True, False])
