@@ -158,11 +158,11 @@ def estimate(
     """Estimate a recipe's memory on a GPU, its parameters and operations, without building it."""
     from gpt_oss_lite.config import load_recipe
     from gpt_oss_lite.training.flops import flops_per_token
-    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, layout_of, meta_model, step_windows
+    from gpt_oss_lite.training.layout import check_windows, layout_of
+    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, meta_model
 
     recipe = load_recipe(config, overrides or ())
-    if step_windows(recipe) % ranks:
-        raise UserError(f"--ranks is {ranks}: it must divide the {step_windows(recipe)} windows of the recipe's step")
+    check_windows(recipe.training, ranks)
     layout = layout_of(recipe.training, ranks)
     model = meta_model(recipe.model)
     total, active = model.num_parameters(), model.num_active_parameters()

@@ -18,7 +18,8 @@ SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
 def peak_mb() -> float:
     """Largest resident size of this program; the system's account of a process begins with that of its parent."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kilobytes) / 1024
 
 
 def main(source: str, output: str, tokenizer: str, words: str = "spacy") -> None:

@@ -22,6 +22,7 @@ import typer
 from timing import time_steps
 
 from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.knobs import set_knobs
 from shared_data.console import run_app, say
@@ -102,7 +103,8 @@ def transformers_gpt_oss(batch_size: int) -> dict[str, float]:
     )  # fmt: skip
     config._attn_implementation = "flex_attention"
     config._experts_implementation = "grouped_mm"
-    model = GptOssForCausalLM(config).to("cuda").float()
+    model: torch.nn.Module = GptOssForCausalLM(config)
+    model = model.to("cuda").float()
     forward = torch.compile(model)
     accumulation = TOKENS // (batch_size * T)
     ids = torch.randint(ours.vocab_size, (accumulation, batch_size, T), device="cuda")
@@ -168,7 +170,7 @@ def run_one(name: str) -> dict[str, Any]:
 @app.command()
 def bench(
     only: Annotated[str, typer.Option(help="Rows, separated by commas.")] = ",".join([*PRODUCT, *PEERS]),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Measure the product, its peers and the card."""
@@ -188,7 +190,7 @@ def bench(
         if not as_json:
             print_row(name, results[name])
     if as_json:
-        print(json.dumps(results, indent=2))
+        print_json(results)
     return 1 if any("error" in result for result in results.values()) else 0
 
 

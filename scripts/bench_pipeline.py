@@ -30,6 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gpt_oss_lite.options import print_json  # noqa: E402
 from shared_data.config.quality import WebRules  # noqa: E402
 from shared_data.html import text_of_html  # noqa: E402
 from shared_data.measures import LineRules, measure, measure_plainly  # noqa: E402
@@ -206,16 +207,16 @@ def bench_chain(corpus: Path, sizes: list[float], repeats: int, folder: Path) ->
             runs[name].append(bench_stages(own / "in.jsonl", n_bytes, own, workers))
             if repeat < repeats - 1 or megabytes != sizes[-1]:
                 shutil.rmtree(own)
-    found = {name: median_of(own) for name, own in runs.items()}
+    found = {name: median_of(repeated) for name, repeated in runs.items()}
     starts = {workers: found.pop(f"start {workers}") for workers in (1, 2)}
-    for name, own in found.items():
+    for name, figures in found.items():
         start = starts[cases[name][1]]
-        own["start"] = {key: start[key] for key in ("seconds", "cpu_seconds")}
+        figures["start"] = {key: start[key] for key in ("seconds", "cpu_seconds")}
         for stage in CHAIN:
-            own[stage]["start_cpu_seconds"] = start[stage]["cpu_seconds"]
-        own["mb_per_s"] = own["megabytes"] / (own["seconds"] - start["seconds"])
-        own["mb_per_cpu_s"] = own["megabytes"] / (own["cpu_seconds"] - start["cpu_seconds"])
-        own["mb_per_cpu_s_with_start"] = own["megabytes"] / own["cpu_seconds"]
+            figures[stage]["start_cpu_seconds"] = start[stage]["cpu_seconds"]
+        figures["mb_per_s"] = figures["megabytes"] / (figures["seconds"] - start["seconds"])
+        figures["mb_per_cpu_s"] = figures["megabytes"] / (figures["cpu_seconds"] - start["cpu_seconds"])
+        figures["mb_per_cpu_s_with_start"] = figures["megabytes"] / figures["cpu_seconds"]
     return found
 
 
@@ -339,7 +340,7 @@ def main() -> None:
         print(make_corpus(options.make_corpus))
     elif options.corpus:
         found = bench(options.corpus, options)
-        print(json.dumps(found, indent=2)) if options.json else show(found)
+        print_json(found) if options.json else show(found)
     else:
         parser.error("give --corpus, or --make-corpus once")
 

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import needs_packages  # noqa: F401
 import torch
@@ -26,8 +27,8 @@ from gpt_oss_lite.training.saving import Saver
 
 def config_of(parameters: float) -> ModelConfig:
     """The recipe's shape with as many layers as make about so many parameters, with a small vocabulary."""
-    base = {"vocab_size": 8192, "max_seq_len": 64, "yarn_original_max_seq_len": 64, "yarn_target_seq_len": 2048,
-            "eval_max_seq_len": 2048}  # fmt: skip
+    base: dict[str, Any] = {"vocab_size": 8192, "max_seq_len": 64, "yarn_original_max_seq_len": 64,
+                            "yarn_target_seq_len": 2048, "eval_max_seq_len": 2048}  # fmt: skip
     one, two = (meta_model(ModelConfig(**base, n_layers=n)).num_parameters() for n in (1, 2))
     return ModelConfig(**base, n_layers=max(1, round((parameters - one) / (two - one)) + 1))
 
@@ -52,7 +53,7 @@ def main() -> None:
     shares = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         saver = Saver(CheckpointManager(folder, keep=1))
-        saver.reserve(model)
+        saver.reserve(model, optimizer)
         for save in range(options.saves):
             waited = saver.save(model, optimizer, save + 1, scheduler, {})
             (outcome,) = saver.drain()

@@ -30,7 +30,7 @@ import typer
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
-from gpt_oss_lite.training.memory import step_windows
+from gpt_oss_lite.training.layout import check_windows
 from gpt_oss_lite.training.profiling import WARMUP_STEPS
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
@@ -119,9 +119,8 @@ def rows(recipe: Recipe, ranks: int, each: bool = False) -> list[Row]:
         UserError: the ranks cannot share a step's windows evenly.
     """
     micro, accumulation = recipe.training.micro_batch_size, recipe.training.gradient_accumulation_steps
-    windows = step_windows(recipe)
-    if windows % ranks:
-        raise UserError(f"--ranks is {ranks}: it must divide the {windows} windows of the recipe's step")
+    windows = recipe.training.windows_per_step
+    check_windows(recipe.training, ranks)
     size = max(size for size in range(1, micro + 1) if windows // ranks % size == 0)
     alone = [Row(f"GPU {gpu} alone", 1, micro, accumulation, gpu) for gpu in range(ranks if each else 1)]
     return [

@@ -69,10 +69,9 @@ def prepare_corpus(commands: Commands, total_tokens: int | None, source_bytes: i
     write_raw(DATA / "sources", source_bytes)
     settings = [SCRIPTS / "demo_mixture.yaml", SCRIPTS / "demo_data.yaml"]
     sizes = ["--total-tokens", str(total_tokens)] if total_tokens else []
-    command = ["prepare", "--mixture", settings[0], "--data-config", settings[1], "--data-root", DATA, *sizes]
-    command.append(
-        "--allow-changed"
-    )  # the demo's own folder: another size, or other installed packages, may replace it
+    # The demo's own folder: another size, or other installed packages, may replace what is in it.
+    command: list[str | Path] = ["prepare", "--mixture", settings[0], "--data-config", settings[1], "--data-root", DATA]
+    command += [*sizes, "--allow-changed"]
     inputs = [*settings, *(DATA / "sources" / f"{source}.jsonl" for source in SOURCES)]
     if (
         (CORPUS / "manifest.json").exists()
@@ -91,7 +90,8 @@ def train(commands: Commands, overrides: list[str]) -> Sequence[str | Path]:
     recipe = load_recipe(RECIPE, overrides)
     half = recipe.training.total_steps // 2
     settings = [word for override in overrides for word in ("--set", override)]
-    command = ["pretrain", "--config", RECIPE, "--out", RUN, "--seed", "0", *settings, "--auto-resume"]
+    command: list[str | Path] = ["pretrain", "--config", RECIPE, "--out", RUN, "--seed", "0", *settings]
+    command.append("--auto-resume")
     done = newest_step()
     if done < half:
         commands.run(*command, "--max-steps", str(half))

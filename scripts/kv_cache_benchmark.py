@@ -6,7 +6,6 @@ The caches are allocated, without a model; one that does not fit is counted on t
 with a window only the window's tokens keep their keys and values, so half of the layers stop growing with the context.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import compute_dtype
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.training.knobs import autocast
 from shared_data.console import progress, run_app, say
 from shared_data.errors import UserError
@@ -120,7 +120,7 @@ def benchmark(
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; may be repeated.")] = None,
     decode_context: Annotated[int, typer.Option(min=2, help="Tokens up to which the small model decodes.")] = 4096,
     decode_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are timed.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     if overrides and config is None:
         raise UserError("--set overrides a key of a recipe: name one with --config")
@@ -145,7 +145,7 @@ def benchmark(
         },
     }
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
     else:
         _print_table(result)
 

@@ -27,7 +27,6 @@ from gpt_oss_lite.export.hf_config import model_json
 from gpt_oss_lite.export.layouts import from_stock, layout_of, to_layout
 from gpt_oss_lite.model.routing import count_slots
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset, resolve_data_path
 from gpt_oss_lite.training.evaluation import evaluate
 from gpt_oss_lite.training.knobs import autocast, set_knobs
@@ -100,10 +99,12 @@ def train_peer(recipe: Recipe, seed: int) -> dict[str, Any]:
         lr=training.lr, betas=training.betas, eps=training.eps, fused=device.type == "cuda",
     )  # fmt: skip
     scheduler = LambdaLR(optimizer, make_multiplier(training))
+    if not isinstance(recipe.data.train_data_path, str):
+        raise UserError("data.train_data_path names several corpora: the peer reads one")
     path = resolve_data_path(recipe.data.train_data_path)
     dataset = PretrainDataset(path, config.max_seq_len, config.embedding_rows)
-    order = DataOrder(len(dataset), seed)
-    width = training.micro_batch_size * training.gradient_accumulation_steps
+    order = dataset.order(seed)
+    width = training.windows_per_step
     rows: list[dict[str, float]] = []
     for step in range(1, training.total_steps + 1):
         started = time.perf_counter()

@@ -6,7 +6,8 @@ stays as it is where they have not.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,16 @@ def corpus(results: Results) -> list[str]:
 
 # Parity
 
+SEEDS = (0, 1)
+MODELS = {"transformers": ("transformers' GptOss", "C1"), "gpt-oss": ("ours, GPT-OSS's variant", "C0"),
+          "recipe": ("our recipe", "C2")}  # fmt: skip
+"""Their names on the page and colours."""
+
+
+def of_both_seeds(results: Results, name: str) -> list[Mapping[str, Any]]:
+    """What an experiment gave with each seed."""
+    return [results[f"{name}-{seed}"] for seed in SEEDS]
+
 
 def losses(result: Mapping[str, Any]) -> np.ndarray:
     """Training loss of each step."""
@@ -89,22 +100,19 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def parity(results: Results) -> list[str]:
     """Final losses of the three models, and how far apart their curves lie."""
-    names = {"transformers": "transformers' GptOss", "gpt-oss": "ours, GPT-OSS's variant", "recipe": "our recipe"}
     rows = []
-    for key, name in names.items():
-        pair = [results[f"{key}-{seed}"] for seed in (0, 1)]
+    for key, (name, _) in MODELS.items():
+        pair = of_both_seeds(results, key)
         ends = [f"{smoothed(losses(one))[-1]:.4f}" for one in pair]
         held_out = [f"{one['final']['loss']:.4f}" for one in pair]
         bits = np.mean([one["final"]["bits_per_byte"] for one in pair])
         rows.append([name, *ends, *held_out, f"{bits:.4f}"])
     lines = table(["", "loss, seed 0", "seed 1", "held out, seed 0", "seed 1", "bits per byte"], rows)
-    by_seed = [[losses(results[f"{key}-{seed}"]) for key in ("transformers", "gpt-oss")] for seed in (0, 1)]
-    apart = [np.abs(smoothed(theirs) - smoothed(ours)) for theirs, ours in by_seed]
-    spread = np.abs(smoothed(by_seed[0][0]) - smoothed(by_seed[1][0]))
-    final = [
-        abs(results[f"transformers-{s}"]["final"]["loss"] - results[f"gpt-oss-{s}"]["final"]["loss"]) for s in (0, 1)
-    ]
-    seeds = abs(results["transformers-0"]["final"]["loss"] - results["transformers-1"]["final"]["loss"])
+    theirs, ours = of_both_seeds(results, "transformers"), of_both_seeds(results, "gpt-oss")
+    apart = [np.abs(smoothed(losses(a)) - smoothed(losses(b))) for a, b in zip(theirs, ours, strict=True)]
+    spread = np.abs(smoothed(losses(theirs[0])) - smoothed(losses(theirs[1])))
+    final = [abs(a["final"]["loss"] - b["final"]["loss"]) for a, b in zip(theirs, ours, strict=True)]
+    seeds = abs(theirs[0]["final"]["loss"] - theirs[1]["final"]["loss"])
     said = (
         f"Losses are means of the last {SMOOTHED_STEPS} steps. On the same windows and from the same weights the two "
         f"curves (means of {SMOOTHED_STEPS} steps) lie {np.mean(apart):.4f} apart in the mean and {np.max(apart):.4f} "
@@ -116,19 +124,14 @@ def parity(results: Results) -> list[str]:
 
 def draw_parity(results: Results, path: Path) -> None:
     """Smoothed curves of the three models, two seeds each."""
-
-    def draw(axes: Any) -> None:
-        styles = {"transformers": ("C1", "transformers' GptOss"), "gpt-oss": ("C0", "ours, GPT-OSS's variant"),
-                  "recipe": ("C2", "our recipe")}  # fmt: skip
-        for key, (colour, name) in styles.items():
-            for seed, line in ((0, "-"), (1, "--")):
-                curve = smoothed(losses(results[f"{key}-{seed}"]))
+    with picture(path) as axes:
+        for key, (name, colour) in MODELS.items():
+            for seed, line, result in zip(SEEDS, ("-", "--"), of_both_seeds(results, key), strict=True):
+                curve = smoothed(losses(result))
                 axes.plot(
                     np.arange(len(curve)) + SMOOTHED_STEPS, curve, line, color=colour, label=f"{name}, seed {seed}"
                 )
         axes.set(xlabel="step", ylabel=f"loss, mean of {SMOOTHED_STEPS} steps")
-
-    picture(path, draw)
 
 
 # The real run
@@ -162,15 +165,12 @@ def real(results: Results) -> list[str]:
 
 def draw_real(results: Results, path: Path) -> None:
     """Training and held-out loss."""
-
-    def draw(axes: Any) -> None:
-        result = results["real"]
+    result = results["real"]
+    with picture(path) as axes:
         axes.plot([row["step"] for row in result["rows"]], losses(result), color="C0", label="training")
         axes.plot([one["step"] for one in result["evaluations"]], [one["loss"] for one in result["evaluations"]], "o-",
                   color="C1", label="held out")  # fmt: skip
         axes.set(xlabel="step", ylabel="nats per token")
-
-    picture(path, draw)
 
 
 def passkeys_of(results: Results, name: str) -> list[Cell]:
@@ -220,23 +220,18 @@ def exported(results: Results) -> list[str]:
 
 def ablations(results: Results) -> list[str]:
     """Held-out loss of each change, and how far it is from the baseline."""
-    done = [name for name in ABLATIONS if all(f"{name}-{seed}" in results for seed in (0, 1))]
-    finals = {name: np.array([results[f"{name}-{seed}"]["final"]["loss"] for seed in (0, 1)]) for name in done}
+    done = [name for name in ABLATIONS if all(f"{name}-{seed}" in results for seed in SEEDS)]
+    finals = {name: np.array([one["final"]["loss"] for one in of_both_seeds(results, name)]) for name in done}
     base = finals["baseline"]
     spread = max(abs(own[0] - own[1]) for own in finals.values())
     rows = []
     for name, own in finals.items():
         by_seed = own - base
         larger = min(abs(by_seed)) > spread and by_seed[0] * by_seed[1] > 0
-        said = (
-            ""
-            if name == "baseline"
-            else ("better" if by_seed.mean() < 0 else "worse")
-            if larger
-            else "within the noise"
-        )
-        load = np.mean([results[f"{name}-{seed}"]["rows"][-1]["imbalance"] for seed in (0, 1)])
-        rows.append([name, f"{own[0]:.4f}", f"{own[1]:.4f}", f"{by_seed.mean():+.4f}", f"{load:.2f}", said])
+        said = "within the noise" if not larger else "better" if by_seed.mean() < 0 else "worse"
+        load = np.mean([one["rows"][-1]["imbalance"] for one in of_both_seeds(results, name)])
+        rows.append([name, f"{own[0]:.4f}", f"{own[1]:.4f}", f"{by_seed.mean():+.4f}", f"{load:.2f}",
+                     "" if name == "baseline" else said])  # fmt: skip
     rows.sort(key=lambda row: float(row[3]))
     header = ["change", "held out, seed 0", "seed 1", "to the baseline", "worst expert's load", ""]
     noise = (
@@ -286,14 +281,15 @@ def draw_passkeys(name: str, title: str) -> Callable[[Results, Path], None]:
     return lambda results, path: heat_map(passkeys_of(results, name), path, title)
 
 
-def picture(path: Path, draw: Callable[[Any], None]) -> None:
-    """An SVG of one pair of axes, the same bytes for the same figures."""
+@contextmanager
+def picture(path: Path) -> Iterator[Any]:
+    """A pair of axes to draw on, written as an SVG: the same bytes for the same figures."""
     matplotlib = require_extra("matplotlib", "plot")
     figure_module = require_extra("matplotlib.figure", "plot")
     with matplotlib.rc_context({"svg.hashsalt": "learning", "svg.fonttype": "none"}):
         figure = figure_module.Figure(figsize=(7.5, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        draw(axes)
+        yield axes
         axes.grid(alpha=0.3)
         axes.legend()
         with atomic_writer(path) as file:
@@ -324,7 +320,7 @@ def has_long(answer: str) -> Callable[[Results], bool]:
     )
 
 
-SIX = [f"{key}-{seed}" for key in ("transformers", "gpt-oss", "recipe") for seed in (0, 1)]
+SIX = [f"{key}-{seed}" for key in MODELS for seed in SEEDS]
 PARTS: dict[str, tuple[Callable[[Results], list[str]], Callable[[Results], bool]]] = {
     "corpus": (corpus, has("real", answer="held_out")),
     "parity": (parity, has(*SIX)),

@@ -88,7 +88,7 @@ def measure(
     """Time the loop's own steps on random tokens; medians over `steps`. A profile is of further steps."""
     model, training = recipe.model, recipe.training
     profiled = 0 if profile is None else WARMUP_STEPS + PROFILED_STEPS
-    windows = (warmup + steps + profiled) * training.micro_batch_size * training.gradient_accumulation_steps
+    windows = (warmup + steps + profiled) * training.windows_per_step
     ids = np.random.default_rng(0).integers(model.vocab_size, size=windows * model.max_seq_len + 1, dtype="<u4")
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "tokens.bin")
@@ -107,7 +107,7 @@ def measure(
             for _ in range(profiled):
                 train_step(run)
                 profiler.step()
-    tokens = training.micro_batch_size * training.gradient_accumulation_steps * model.max_seq_len
+    tokens = training.windows_per_step * model.max_seq_len
     tokens_per_s = tokens / seconds
     name = torch.cuda.get_device_name()
     return {

@@ -124,7 +124,9 @@ class PlainBuild(nn.Module):
         return self.norm(-1, x), torch.stack(auxes).mean()
 
     def norm(self, index: int, x: Tensor) -> Tensor:
-        gain = self.norms[index].weight
+        norm = self.norms[index]
+        assert isinstance(norm, nn.RMSNorm)
+        gain = norm.weight
         return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps)
 
 

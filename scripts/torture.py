@@ -11,7 +11,6 @@ from this one, which has PyTorch loaded already, so that a hundred kills take mi
 Faults and fuzzing are described in tests/training/test_faults.py and tests/training/fuzz.py, and run from there.
 """
 
-import json
 import os
 import random
 import shutil
@@ -37,6 +36,7 @@ import tiny_run  # noqa: E402
 import torch  # noqa: E402
 import typer  # noqa: E402
 
+from gpt_oss_lite.options import AsJson, print_json  # noqa: E402
 from gpt_oss_lite.training import checkpoint, logger, pretrain  # noqa: E402
 from gpt_oss_lite.training.dataset import PretrainDataset  # noqa: E402
 from shared_data.console import run_app, say  # noqa: E402
@@ -57,7 +57,9 @@ def die() -> None:
 def aim(place: str, call: int, rng: random.Random) -> None:
     """Make this process die at the n-th call of a kind: before it, after it, or with it half done."""
     if place == "any moment":
-        threading.Thread(target=lambda: (time.sleep(rng.uniform(0, 1.2)), die()), daemon=True).start()
+        timer = threading.Timer(rng.uniform(0, 1.2), die)
+        timer.daemon = True
+        timer.start()
         return
     count, moment = iter(range(10**9)), rng.choice(["before", "half", "after"])
 
@@ -186,7 +188,7 @@ def torture(
     with_faults: Annotated[bool, typer.Option("--faults/--no-faults", help="Faults under the files.")] = True,
     seed: Annotated[int, typer.Option(help="Of the kills and of the fuzzed cases.")] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where runs lie meanwhile. Default: the system's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Kill, damage and fuzz training runs, and print what was lost; exit code 1 if anything was."""
     torch.set_num_threads(1)
@@ -203,7 +205,7 @@ def torture(
     result["seconds"] = round(time.monotonic() - started)
     losses = [loss for part in result.values() if isinstance(part, dict) for loss in part["losses"]]
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
     else:
         for name, part in result.items():
             print(f"{name:<8} {part}")

@@ -36,6 +36,7 @@ import typer  # noqa: E402
 from killing import at_each_call, die_at_call, in_child, start_child, sum_of_work, workers_killed  # noqa: E402
 from pipeline_corpus import MANY_TASKS, STAGES, context_of, hashes, make_corpus, prepare, run_all  # noqa: E402
 
+from gpt_oss_lite.options import AsJson, print_json  # noqa: E402
 from shared_data.console import run_app, say  # noqa: E402
 from shared_data.executor import Workers  # noqa: E402
 from shared_data.options import EXIT_OTHERS_NOT_DONE, run_stage  # noqa: E402
@@ -117,7 +118,7 @@ def calls_of_a_run(ground: Ground) -> int:
     tally = ground.folder / "calls"
 
     def count() -> None:
-        at_each_call(lambda number: tally.write_text(str(number)) and None)
+        at_each_call(lambda number: tally.write_text(str(number)))
         run_all(context_of(ground.folder, root="counted"))
 
     in_child(count)
@@ -172,7 +173,7 @@ def torture(
     kills: Annotated[int, typer.Option(min=1, help="Kills of the whole run.")] = 20,
     worker_kills: Annotated[int, typer.Option(min=1, help="Kills of a worker, at the most, in a pool and on Ray.")] = 6,
     seed: Annotated[int, typer.Option(help="Where the kills fall.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcomes as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Run the pipeline in every way and kill it; exit code 1 if any byte or any account is wrong."""
     started = time.monotonic()
@@ -185,7 +186,7 @@ def torture(
         on_ray = ("Ray, a worker killed", "killed-ray", ON_RAY)
         outcomes += [kill_workers(ground, *case, worker_kills, seed) for case in (in_a_pool, on_ray)]
     found: list[dict[str, Any]] = [{**asdict(own), "good": own.good} for own in outcomes]
-    print(json.dumps(found, indent=2)) if as_json else show(outcomes)
+    print_json(found) if as_json else show(outcomes)
     bad = [own.run for own in outcomes if not own.good]
     verdict = f"BAD: {'; '.join(bad)}" if bad else "all good"
     say(f"{len(outcomes)} runs in {time.monotonic() - started:.0f} s: {verdict}")

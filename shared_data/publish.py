@@ -5,7 +5,8 @@ from pathlib import Path
 
 from shared_data.files import write_if_changed
 from shared_data.links import share_file
-from shared_data.manifest import MANIFEST_NAME, Manifest, build_manifest, shard_files, sidecar_path
+from shared_data.manifest import MANIFEST_NAME, Manifest, shard_files, sidecar_path
+from shared_data.manifest_builder import build_manifest
 from shared_data.shard_writer import shard_name
 
 

@@ -14,7 +14,8 @@ from shared_data.config.schema import TokenizerConfig
 from shared_data.errors import UserError
 from shared_data.layout import Layout
 from shared_data.links import share_file
-from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, build_manifest, sidecar_path
+from shared_data.manifest import MANIFEST_NAME, CorpusInfo, Manifest, Position, sidecar_path
+from shared_data.manifest_builder import build_manifest
 from shared_data.packing import PackShard
 from shared_data.shard_writer import shard_name
 

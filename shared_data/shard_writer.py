@@ -24,10 +24,10 @@ from shared_data.manifest import (
     Manifest,
     Position,
     Sidecar,
-    build_manifest,
     sidecar_bytes,
     sidecar_path,
 )
+from shared_data.manifest_builder import build_manifest
 
 CHECKPOINT_BYTES = 8 << 20
 MIN_CHECKPOINT_BYTES = 1 << 20

@@ -19,10 +19,10 @@ from shared_data.manifest import (
     TOKEN_DTYPE,
     Manifest,
     ShardEntry,
-    build_manifest,
     read_sidecar,
     sidecar_path,
 )
+from shared_data.manifest_builder import build_manifest
 from shared_data.repair import repair_manifest, repair_shards
 
 CHUNK_TOKENS = 1 << 20

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiny_run
@@ -28,7 +29,7 @@ TRAINING_SETTINGS = {
 
 def settings(**data: str) -> list[str]:
     """`--set` words that make a full recipe small."""
-    blocks = {"model": MODEL_SETTINGS, "training": TRAINING_SETTINGS, "data": data}
+    blocks: dict[str, dict[str, Any]] = {"model": MODEL_SETTINGS, "training": TRAINING_SETTINGS, "data": data}
     pairs = [f"{block}.{key}={value}" for block, keys in blocks.items() for key, value in keys.items()]
     return [word for pair in pairs for word in ("--set", pair.replace("=False", "=false").replace("=None", "=null"))]
 

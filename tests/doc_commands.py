@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import command_line
 import typer
@@ -170,7 +171,7 @@ def _unknown_to_script(script: str, words: list[str]) -> Iterator[str]:
 
 
 def _unknown_words(application: typer.Typer, words: list[str]) -> Iterator[str]:
-    command = typer.main.get_command(application)
+    command: Any = typer.main.get_command(application)
     while words and getattr(command, "commands", None) and not words[0].startswith("-"):
         word = words.pop(0)
         if word == "COMMAND":

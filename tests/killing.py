@@ -49,7 +49,7 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitpid(start_child(work), 0)[1]
 
 
-def at_each_call(action: Callable[[int], None]) -> None:
+def at_each_call(action: Callable[[int], object]) -> None:
     """From now on do something before each call that changes the file system; it is told the call's number, from 1."""
     count = 0
 
@@ -95,7 +95,8 @@ def workers_killed(root: Path, most: int, gaps: tuple[int, int], seed: int) -> I
     Yields:
         the attempts begun at each kill so far.
     """
-    rng, kills, done = random.Random(seed), [], threading.Event()
+    kills: list[int] = []
+    rng, done = random.Random(seed), threading.Event()
 
     def killer() -> None:
         at = rng.randint(*gaps)

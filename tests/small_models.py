@@ -1,9 +1,13 @@
 """Small models whose every part matters, for the tests of model, export and import."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from gpt_oss_lite.config import ModelConfig
+
+Module = TypeVar("Module", bound=nn.Module)
 
 SMALL = ModelConfig(
     vocab_size=61,
@@ -37,7 +41,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return difference / (scale or 1.0)
 
 
-def lively(module: nn.Module, std: float = 0.3, seed: int = 0) -> nn.Module:
+def lively(module: Module, std: float = 0.3, seed: int = 0) -> Module:
     """Draw every parameter anew, gains around 1: at an initialisation of 0.02 most mistakes drown in the residual."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

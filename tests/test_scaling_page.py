@@ -12,9 +12,9 @@ from typer.main import get_command
 from gpt_oss_lite import cli
 from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.training.cluster import Cluster
-from gpt_oss_lite.training.distributed import check_split
 from gpt_oss_lite.training.ladder import ABOUT_AS_FAST, LADDER, layouts
-from gpt_oss_lite.training.memory import Layout, Setting, estimate_recipe, meta_model
+from gpt_oss_lite.training.layout import Layout, check_split
+from gpt_oss_lite.training.memory import Setting, estimate_recipe, meta_model
 from gpt_oss_lite.training.scaling import step_time
 
 ROOT = Path(__file__).parents[1]

@@ -1,11 +1,15 @@
 """A corpus and a recipe so small that a run takes a second, and helpers that run it in its own process."""
 
+import dataclasses
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +94,23 @@ def digests(run: Path, step: int) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint, from its meta."""
     meta = json.loads((run / "checkpoints" / f"meta_step_{step}.json").read_text())
     return {name: about["sha256"] for name, about in meta["files"].items()}
+
+
+def replace_forward(run: Any, forward: Callable[..., Any]) -> None:
+    """Let the loop call something else for its forward passes."""
+    run.parallel = dataclasses.replace(run.parallel, forward=forward)
+
+
+def blow_up(run: Any, calls: Iterable[int], factor: float = math.nan) -> None:
+    """Multiply the hidden states of chosen forward passes, counted from 0, as a fault in the data or the machine
+    would."""
+    forward, chosen, count = run.parallel.forward, set(calls), itertools.count()
+
+    def blown_up(*words: Any, **names: Any) -> Any:
+        h, stats = forward(*words, **names)
+        return (h * factor if next(count) in chosen else h), stats
+
+    replace_forward(run, blown_up)
 
 
 def start_run(before: str = "", **options: Any) -> subprocess.Popen[str]:

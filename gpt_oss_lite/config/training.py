@@ -130,6 +130,11 @@ class TrainingConfig(ConfigBlock):
     """Project of the run in Weights & Biases."""
 
     @property
+    def windows_per_step(self) -> int:
+        """Windows that one step trains on, over all ranks."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
     def resolved_keep_every(self) -> int:
         """Step whose multiples' checkpoints stay for ever; 0: none."""
         return 10 * self.save_interval if self.keep_every is None else self.keep_every

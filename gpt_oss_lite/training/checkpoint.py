@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
@@ -33,13 +32,12 @@ from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint_names import KINDS, file_name, make_one_form, shards_name, step_of
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, kept_steps
-from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.seeding import restore_rng
 from gpt_oss_lite.training.snapshot import (
     DamagedCheckpoint,
     Snapshot,
     applying,
-    check_weights_fit,
+    check_size_before_building,
     load_model_tensors,
     load_optimizer,
     load_scheduler,
@@ -354,27 +352,12 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The folder with the checkpoint files, given it or the run's folder.
 
     Raises:
-        FileNotFoundError: no such folder.
+        UserError: no such folder.
     """
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder")
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _check_size_before_building(config: ModelConfig, path: Path) -> None:
-    """Hold a config's size against the file's header, so that a forged one cannot ask for any amount of memory."""
-    try:
-        with safe_open(path, "pt") as file:
-            n_tensors = len(list(file.keys()))
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
-    if config.n_layers * config.n_experts > n_tensors:
-        raise UserError(
-            f"{path} is of another model: it has {n_tensors} tensors, but its meta says {config.n_layers} layers of "
-            f"{config.n_experts} experts"
-        )
-    check_weights_fit(meta_model(config), path)
 
 
 def _why_no_checkpoint(folder: Path) -> str:
@@ -410,7 +393,7 @@ def load_model(
         raise UserError(
             f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"
         ) from None
-    _check_size_before_building(config, manager.folder / f"model_step_{step}.safetensors")
+    check_size_before_building(config, manager.folder / f"model_step_{step}.safetensors")
     model = GPTOSS(config)
     meta = manager.load(model, step)
     return model.to(device).eval(), meta

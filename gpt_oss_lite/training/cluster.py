@@ -71,12 +71,3 @@ def start_line(ranks: int, per_node: int, options: str = "") -> str:
 def start_line_of_this_job(ranks: int) -> str:
     """`start_line` as torchrun started this process, one of some ranks."""
     return start_line(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-
-
-def usable_ranks(windows: int, gpus: int, gpus_per_node: int) -> list[int]:
-    """Numbers of ranks, up to `gpus`, that share a step's windows evenly: of one node, or of whole ones."""
-    return [
-        ranks
-        for ranks in range(1, min(gpus, windows) + 1)
-        if windows % ranks == 0 and (ranks < gpus_per_node or ranks % gpus_per_node == 0)
-    ]

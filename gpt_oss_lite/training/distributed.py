@@ -107,6 +107,10 @@ class Ranks:
             distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
         return tensor
 
+    def any(self, flags: Tensor) -> Tensor:
+        """Flags, bool, that are set where any rank has set them, so that every rank skips what one must skip."""
+        return flags if self.size == 1 else self.max(flags.to(torch.int32)).to(torch.bool)
+
     def by_micro_batch(self, figures_aF: Tensor) -> Tensor:
         """All micro-batches' figures in the order of the stream, (A, F), the same bits on every rank.
 
@@ -239,32 +243,3 @@ def mute_all_but_the_first() -> None:
     rank = rank_from_environment()
     if rank:
         mute(f"rank {rank} ({socket.gethostname()})")
-
-
-def check_split(training: TrainingConfig, n_ranks: int) -> None:
-    """See that a step's micro-batches can be dealt out evenly, and the experts.
-
-    Raises:
-        UserError: they cannot; names the numbers of ranks and the micro-batches that go.
-    """
-    if n_ranks > 1 and n_ranks % training.expert_parallel_size:
-        raise UserError(
-            f"training.expert_parallel_size is {training.expert_parallel_size}: it must be a divisor of the number of "
-            f"ranks ({n_ranks})"
-        )
-    micro_batch, micro_batches = training.micro_batch_size, training.gradient_accumulation_steps
-    if micro_batches % n_ranks == 0:
-        return
-    windows = micro_batch * micro_batches
-    numbers = [str(count) for count in range(1, micro_batches + 1) if micro_batches % count == 0]
-    message = (
-        f"training.micro_batch_size {micro_batch} x training.gradient_accumulation_steps {micro_batches}: "
-        f"{n_ranks} ranks cannot share a step's micro-batches evenly; ranks that can: {', '.join(numbers)}"
-    )
-    sizes = [size for size in range(1, windows // n_ranks + 1) if windows % (size * n_ranks) == 0]
-    if sizes:
-        pairs = ", ".join(f"{size} x {windows // size}" for size in reversed(sizes))
-        message += (
-            f"; the same tokens a step on {n_ranks} ranks: micro_batch_size x gradient_accumulation_steps {pairs}"
-        )
-    raise UserError(message)

@@ -159,7 +159,7 @@ def clock(out: Path) -> Iterator[Finding]:
 
 def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     """Keys that are allowed and yet would lose a run, or much of it."""
-    from gpt_oss_lite.training.distributed import check_split
+    from gpt_oss_lite.training.layout import check_split
 
     training = recipe.training
     check_split(training, ranks)
@@ -189,7 +189,7 @@ def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:
     dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
     check_corpus(dataset, recipe.model, recipe.data.data_mix)
     open_validation(recipe, dataset)
-    wanted = stop_step * training.micro_batch_size * training.gradient_accumulation_steps
+    wanted = stop_step * training.windows_per_step
     for part, epochs in zip(dataset.parts, dataset.order(0).passes(wanted), strict=True):
         size = f"{part.total_tokens:,} tokens, {len(part):,} windows"
         text = f"{part.path}: {size}; the run reads {epochs:.2f} epochs"
@@ -250,7 +250,8 @@ def memory(recipe: Recipe, ranks: int) -> Iterator[Finding]:
     import torch
 
     from gpt_oss_lite.training.disk import checkpoint_bytes
-    from gpt_oss_lite.training.memory import estimate_recipe, layout_of, meta_model
+    from gpt_oss_lite.training.layout import layout_of
+    from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 
     on_gpu, layout = torch.cuda.is_available(), layout_of(recipe.training, ranks)
     need = estimate_recipe(recipe, device_type="cuda" if on_gpu else "cpu", layout=layout).total_bytes
@@ -260,7 +261,7 @@ def memory(recipe: Recipe, ranks: int) -> Iterator[Finding]:
     yield Finding("memory", FATAL if need > have else GOOD, text)
     copy = checkpoint_bytes(meta_model(recipe.model).num_parameters())
     left = available_ram_bytes() - (0 if on_gpu else need)
-    if copy > left and not layout.sharded and layout.expert_ranks == 1:  # otherwise each rank writes what it has
+    if copy > left and not layout.sharded:  # otherwise each rank writes what it has
         yield Finding(
             "memory", FATAL, f"a save copies {copy / 1e9:.1f} GB, but only {max(left, 0) / 1e9:.1f} GB are left for it"
         )
@@ -301,9 +302,8 @@ def duration(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     from gpt_oss_lite.training.flops import device_peak_flops, flops_per_token
     from gpt_oss_lite.training.logger import format_duration
 
-    training = recipe.training
-    windows = training.micro_batch_size * training.gradient_accumulation_steps
-    flops = windows * recipe.model.max_seq_len * flops_per_token(recipe.model, recipe.model.max_seq_len)
+    training, seq_len = recipe.training, recipe.model.max_seq_len
+    flops = training.windows_per_step * seq_len * flops_per_token(recipe.model, seq_len)
     peak = device_peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak is None:
         yield Finding("estimate", GOOD, f"{flops / 1e12:,.3g} TFLOP a step; n/a on a device whose peak is not known")

@@ -15,12 +15,13 @@ import typer
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.config.shipped import shipped_recipes
 from gpt_oss_lite.options import AsJson, print_json
-from gpt_oss_lite.training.cluster import Cluster, start_line, usable_ranks
+from gpt_oss_lite.training.cluster import Cluster, start_line
+from gpt_oss_lite.training.layout import Layout, usable_ranks
 from shared_data.console import count_of
 from shared_data.errors import UserError
 
 if TYPE_CHECKING:
-    from gpt_oss_lite.training.memory import Layout, MemoryEstimate, Setting
+    from gpt_oss_lite.training.memory import MemoryEstimate, Setting
 
 LADDER = ("pretrain_150m", "pretrain_a100_502m", "pretrain_1_5b", "pretrain_7b")
 """Shipped recipes from the smallest to the largest."""
@@ -123,10 +124,10 @@ def simplest_of_the_fast(proposals: list[Proposal]) -> Proposal:
 
 def layouts(name: str, cluster: Cluster) -> Iterator[Proposal]:
     """A rung in every layout that shares its step evenly between some of the GPUs and fits."""
-    from gpt_oss_lite.training.memory import Layout, fastest_that_fits, step_windows
+    from gpt_oss_lite.training.memory import fastest_that_fits
 
     recipe = load_recipe(shipped_recipes()[name])
-    for ranks in usable_ranks(step_windows(recipe), cluster.gpus, cluster.gpus_per_node):
+    for ranks in usable_ranks(recipe.training.windows_per_step, cluster.gpus, cluster.gpus_per_node):
         for parallelism in PARALLELISM if ranks > 1 else PARALLELISM[:1]:
             layout = Layout(ranks, parallelism)
             found = fastest_that_fits(recipe, int(HEADROOM * cluster.gpu_gb * 1e9), layout)
@@ -135,14 +136,14 @@ def layouts(name: str, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _proposal(
-    recipe: Recipe, name: str, cluster: Cluster, layout: "Layout", setting: "Setting", estimate: "MemoryEstimate"
+    recipe: Recipe, name: str, cluster: Cluster, layout: Layout, setting: "Setting", estimate: "MemoryEstimate"
 ) -> Proposal:
     from gpt_oss_lite.training.flops import mfu
-    from gpt_oss_lite.training.memory import meta_model, step_windows
+    from gpt_oss_lite.training.memory import meta_model
     from gpt_oss_lite.training.scaling import step_time
 
     model, time = meta_model(recipe.model), step_time(recipe, setting, layout, cluster)
-    windows, seq_len = step_windows(recipe), recipe.model.max_seq_len
+    windows, seq_len = recipe.training.windows_per_step, recipe.model.max_seq_len
     tokens_per_s = windows * seq_len / time.total
     share = mfu(tokens_per_s / layout.ranks, recipe.model, seq_len, cluster.peak_flops)
     assert share is not None
@@ -195,7 +196,7 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
     yield f"launch     {proposal.launch}"
 
 
-def launch_line(name: str, setting: "Setting", layout: "Layout", cluster: Cluster) -> str:
+def launch_line(name: str, setting: "Setting", layout: Layout, cluster: Cluster) -> str:
     """The command that starts such a run; with several nodes, on each of them."""
     per_node = min(layout.ranks, cluster.gpus_per_node)
     start = start_line(layout.ranks, per_node, f"--max-restarts {MAX_RESTARTS}")

@@ -12,16 +12,16 @@ only theirs.
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
+from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS, ROUTED
+from gpt_oss_lite.training.layout import ONE_GPU, Layout
 from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
-from shared_data.errors import UserError
 
 FP32 = 4
 # What the allocator, cuBLAS and the CUDA context's own buffers take whatever the model.
@@ -30,49 +30,6 @@ CUDA_RUNTIME_BYTES = 96 * 2**20
 
 # Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile.
 GATHERED_BLOCKS = 2
-
-
-class Layout(NamedTuple):
-    """How a run's ranks, one process a GPU, share the model's state."""
-
-    ranks: int = 1
-    parallelism: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: each rank has all weights, gradients and moments. fsdp: each has its share of them."""
-    expert_ranks: int = 1
-    """Ranks that share the routed experts of a layer, which then take the reference path; with ddp only. A divisor of
-    ranks and of n_experts."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank keeps only its share of the state."""
-        return self.parallelism == "fsdp" and self.ranks > 1
-
-    def words(self) -> str:
-        """The layout for a person."""
-        if self.ranks == 1:
-            return "one GPU"
-        how = "FSDP, state shared by" if self.sharded else "DDP, a replica on each of"
-        experts = f", experts over groups of {self.expert_ranks}" if self.expert_ranks > 1 else ""
-        return f"{how} {self.ranks} GPUs{experts}"
-
-
-ONE_GPU = Layout()
-
-
-def layout_of(training: TrainingConfig, ranks: int) -> Layout:
-    """How so many ranks share a recipe's state.
-
-    Raises:
-        UserError: its experts are shared by groups that the ranks do not make.
-    """
-    if ranks == 1:
-        return ONE_GPU
-    if ranks % training.expert_parallel_size:
-        raise UserError(
-            f"--ranks is {ranks}: it must be a multiple of training.expert_parallel_size "
-            f"({training.expert_parallel_size})"
-        )
-    return Layout(ranks, training.parallelism, training.expert_parallel_size)
 
 
 class Setting(NamedTuple):
@@ -190,7 +147,7 @@ def _estimate(
     block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
     block_backward += FP32 * state.sent
     # The gradient of a shared-out embedding is whole until the end of the pass; otherwise it is among the gradients.
-    head_gone = head_chunk + hidden_gradient + (0 if layout.sharded else head_weight_gradient)
+    head_gone = head_chunk + hidden_gradient + (0 if layout.fully_sharded else head_weight_gradient)
     exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
     items = {
@@ -259,7 +216,7 @@ class _StateElements(NamedTuple):
 def _state_elements(counts: _ParameterCounts, layout: Layout) -> _StateElements:
     block = counts.block + counts.routed // layout.expert_ranks // counts.n_layers
     used = counts.outside + counts.n_layers * block
-    if not layout.sharded:
+    if not layout.fully_sharded:
         momenta = counts.muon + counts.routed // layout.expert_ranks if counts.muon else 0
         return _StateElements(used, momenta, used, block, 0, 0)
     gathered = counts.outside + GATHERED_BLOCKS * block  # and no momenta: Muon takes whole matrices
@@ -313,11 +270,6 @@ def _fused_halves(config: ModelConfig, device_type: str) -> _FusedHalves:
     )
 
 
-def step_windows(recipe: Recipe) -> int:
-    """Windows of a step, over all GPUs."""
-    return recipe.training.micro_batch_size * recipe.training.gradient_accumulation_steps
-
-
 def fastest_that_fits(
     recipe: Recipe, available_bytes: int, layout: Layout = ONE_GPU
 ) -> tuple[Setting, MemoryEstimate] | None:
@@ -334,13 +286,14 @@ def fastest_that_fits(
     Returns:
         The setting and its estimate; None where nothing fits.
     """
-    windows = step_windows(recipe) // layout.ranks
-    assert windows * layout.ranks == step_windows(recipe), layout
+    of_all = recipe.training.windows_per_step
+    windows = of_all // layout.ranks
+    assert windows * layout.ranks == of_all, layout
     counts = _ParameterCounts.of(meta_model(recipe.model), recipe.training.optimizer)
     for every in (None, 3, 2, 1):
         for micro_batch in (size for size in range(windows, 0, -1) if windows % size == 0):
             for chunk in (16384, 8192, 4096, 2048):
-                setting = Setting(micro_batch, step_windows(recipe) // micro_batch, every, chunk)
+                setting = Setting(micro_batch, of_all // micro_batch, every, chunk)
                 estimate = _estimate(
                     recipe.model, counts, setting, recipe.model.max_seq_len, "cuda", recipe.training.fp8_head, layout
                 )

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from gpt_oss_lite.training.late import LAG_STEPS, HostCopy
 
@@ -57,20 +57,6 @@ def micro_batch_flags(losses_A: Tensor, norm: Tensor) -> Tensor:
     """
     bad_A = ~torch.isfinite(losses_A)
     return bad_A | (~torch.isfinite(norm) & ~bad_A.any())
-
-
-def on_any_rank(flags: Tensor) -> Tensor:
-    """Flags that are set where any rank has set them, so that every rank skips what one must skip; in one process, the
-    flags themselves. A collective: every rank calls it at the same place.
-
-    Args:
-        flags: bool, the same shape on every rank.
-    """
-    if not distributed.is_available() or not distributed.is_initialized():
-        return flags
-    counts = flags.to(torch.int32)
-    distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
-    return counts.to(torch.bool)
 
 
 class NanGuard:

@@ -22,6 +22,7 @@ from gpt_oss_lite.model.transformer import GPTOSS, ROUTED
 from gpt_oss_lite.training.compiling import Forward
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.expert_parallel import ExpertGroup
+from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.optimizer import gradient_norm
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Parallel:
     loss_factor: int
     """Where an engine averages gradients over the ranks, and the step's gradient is their sum: the ranks; else 1."""
     sharded: bool = False
-    """Whether a rank holds only a part of the parameters, of their gradients and moments."""
+    """As `Layout.sharded`."""
     keeps_gradients: bool = False
     """Whether gradients stay allocated between steps, as parts of the buckets that are exchanged."""
     after_evaluation: Callable[[], None] = lambda: None
@@ -73,18 +74,18 @@ def share_model(
     """
     if training.aux_loss_scope == "ranks" and ranks.size > 1:
         model.average_expert_load_by(lambda load_E: ranks.sum(load_E.clone()) / ranks.size)
-    sharded = ranks.size > 1 and training.parallelism == "fsdp"
-    if sharded:
+    layout = layout_of(training, ranks.size)
+    if layout.fully_sharded:
         _shard(model, ranks)
     forward = compiled(model.hidden_states)
-    if sharded:
+    if layout.fully_sharded:
         # The head's weight stays gathered until a backward pass, or until it is put back.
         return Parallel(forward, nullcontext, 1, sharded=True, after_evaluation=cast("FSDPModule", model).reshard)
     if ranks.size == 1:
         return Parallel(forward, nullcontext, 1)
     wrapped, experts = _HiddenStates(model, forward), None
-    if training.expert_parallel_size > 1:
-        experts = ExpertGroup(ranks.size, training.expert_parallel_size, ranks.device.type)
+    if layout.expert_ranks > 1:
+        experts = ExpertGroup(ranks.size, layout.expert_ranks, ranks.device.type)
         experts.take_part(model)
         names = [name for name, _ in wrapped.named_parameters() if ROUTED in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)

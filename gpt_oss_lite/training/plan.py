@@ -11,8 +11,9 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
-from gpt_oss_lite.training.distributed import Ranks, check_split
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.fp8 import check_fp8_head
+from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
 from gpt_oss_lite.training.mixed import open_corpus

@@ -31,8 +31,9 @@ from gpt_oss_lite.training.evaluation import evaluate
 from gpt_oss_lite.training.figures import StepFigures, of_all_micro_batches, peak_memory_gib, sink_means
 from gpt_oss_lite.training.flops import mfu
 from gpt_oss_lite.training.knobs import autocast
+from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
-from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
 from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
@@ -56,7 +57,8 @@ def pretrain(options: PretrainOptions) -> int:
     """Train as a recipe says.
 
     Returns:
-        0 done, 3 stopped by a signal or the time limit after a save, 4 given up by the NaN guard.
+        0 done, 1 out of memory, or the first rank failed (which has been said), 3 stopped by a signal or the time
+        limit after a save, 4 given up by the NaN guard.
 
     Raises:
         UserError, OSError: bad input; nothing has been written then.
@@ -79,7 +81,7 @@ def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
         try:
             return train(run, stop)
         except torch.cuda.OutOfMemoryError:
-            report_out_of_memory(run.recipe, run.folder)
+            report_out_of_memory(run.recipe, run.folder, layout_of(run.recipe.training, ranks.size))
             ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
         except Exception as error:  # of whatever kind a broken operation is; it goes on up
@@ -192,13 +194,13 @@ def train_step(run: Run) -> StepFigures:
     parameters = list(run.model.parameters())
     norm = run.parallel.norm(parameters)
     ce = figures.ces_A.sum()
-    flags_A = on_any_rank(micro_batch_flags(figures.losses_A, norm))
+    flags_A = run.ranks.any(micro_batch_flags(figures.losses_A, norm))
     spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
     clip_gradients(parameters, training.grad_clip, norm)
     lr = set_rate(run)
     if training.nan_guard:
         skip = flags_A.any()
-        update_unless(skip | on_any_rank(spike) if training.skip_spikes else skip, run.optimizer)
+        update_unless(skip | run.ranks.any(spike) if training.skip_spikes else skip, run.optimizer)
         run.guard.record(state.step + 1, run.position, flags_A)
     else:
         run.optimizer.step()
@@ -252,7 +254,7 @@ def micro_batch(
     document_ids_BT = document_ids_of(ids_BT, run.dataset, run.recipe.model)
     with nullcontext() if last else run.parallel.apart():
         with autocast(run.device, run.recipe.model.dtype):
-            h_BTD, stats = run.forward(ids_BT, document_ids_BT=document_ids_BT)
+            h_BTD, stats = run.parallel.forward(ids_BT, document_ids_BT=document_ids_BT)
             ce_sum = head_cross_entropy(
                 h_BTD, run.model.head.weight, targets_BT, chunk_size=training.loss_chunk_size, fp8=training.fp8_head
             )

@@ -13,15 +13,16 @@ from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
-from gpt_oss_lite.training.compiling import Forward, compiled_or_plain
+from gpt_oss_lite.training.compiling import compiled_or_plain
 from gpt_oss_lite.training.data_order import DataOrder
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
+from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
-from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, layout_of, meta_model
+from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, meta_model
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
@@ -80,8 +81,6 @@ class Run:
     order: DataOrder
     model: GPTOSS
     parallel: Parallel
-    forward: Forward
-    """`parallel.forward`."""
     optimizer: Optimizer
     scheduler: LambdaLR
     start_schedule: dict[str, Any]
@@ -90,19 +89,19 @@ class Run:
     guard: NanGuard
     spikes: SpikeWatch
     logger: TrainingLogger
-    throughput: Throughput
     peak_flops: float | None
     """Of all ranks' devices together."""
-    state: RunState
-    batches: Iterator[MicroBatch]
     profiler: StepProfiler | None = None
+    throughput: Throughput = field(default_factory=Throughput)
+    state: RunState = field(default_factory=RunState)
+    batches: Iterator[MicroBatch] = field(default_factory=lambda: iter(()))
     waits: dict[int, Waited] = field(default_factory=dict)
     """How long training stood still for each checkpoint that is being written."""
 
     @property
     def windows_per_step(self) -> int:
         """Windows that one step trains on."""
-        return self.recipe.training.micro_batch_size * self.recipe.training.gradient_accumulation_steps
+        return self.recipe.training.windows_per_step
 
     @property
     def position(self) -> int:
@@ -130,12 +129,55 @@ class Run:
 
 def open_run(plan: Plan) -> Run:
     """Build a planned run, new or gone on with, and leave it ready for its next step."""
-    options, recipe, training, ranks = plan.options, plan.recipe, plan.recipe.training, plan.ranks
-    device = ranks.device
+    recipe, training, ranks, profiled = plan.recipe, plan.recipe.training, plan.ranks, plan.options.profile
     record, files = ranks.from_main(lambda: _recorded(plan))
     seed = record["seed"]
     knobs = set_knobs(training.deterministic)
     seed_everything(seed)
+    model, parallel = _make_model(recipe, ranks)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training)
+    checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
+    run = Run(
+        recipe=recipe,
+        ranks=ranks,
+        folder=plan.folder,
+        seed=seed,
+        init_from=record["init_from"],
+        files=files,
+        device=ranks.device,
+        stop_step=plan.stop_step,
+        dataset=plan.dataset,
+        validation=plan.validation,
+        order=plan.dataset.order(seed),
+        model=model,
+        parallel=parallel,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        start_schedule=scheduler.state_dict(),
+        checkpoints=checkpoints,
+        saver=Saver(checkpoints, None if training.mirror is None else Mirror(training.mirror, plan.folder)),
+        guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
+        spikes=SpikeWatch(training.spike_zscore, training.spike_window, ranks.device),
+        logger=TrainingLogger(
+            plan.folder,
+            suffix="" if training.nan_guard else " | NaN guard OFF",
+            trackers=open_trackers(plan.folder, recipe) if ranks.is_main else (),
+            writes=ranks.is_main,
+        ),
+        peak_flops=_peak_flops(ranks),
+        profiler=StepProfiler(plan.folder / "profile", profiled) if profiled is not None and ranks.is_main else None,
+    )
+    facts = _announce(run, knobs)
+    _go_to_start_or_checkpoint(run, plan)
+    where = {"position": run.position} if plan.resuming else {}
+    run.logger.event("resume" if plan.resuming else "start", run.state.step, **where, **facts)
+    return run
+
+
+def _make_model(recipe: Recipe, ranks: Ranks) -> tuple[GPTOSS, Parallel]:
+    """A model with fresh weights on this rank's device, and how the ranks train it together."""
+    training, device = recipe.training, ranks.device
     model = GPTOSS(recipe.model).to(device)
     if training.grad_checkpoint:
         model.enable_gradient_checkpointing(training.grad_checkpoint_every)
@@ -147,51 +189,7 @@ def open_run(plan: Plan) -> Run:
         ranks,
         lambda forward: compiled_or_plain(forward, training.compile_mode) if compiling else forward,
     )
-    optimizer = make_optimizer(model, training)
-    scheduler = make_scheduler(optimizer, training)
-    order = plan.dataset.order(seed)
-    checkpoints = CheckpointManager(plan.folder / CHECKPOINTS, training.keep_last_n, training.resolved_keep_every)
-    run = Run(
-        recipe=recipe,
-        ranks=ranks,
-        folder=plan.folder,
-        seed=seed,
-        init_from=record["init_from"],
-        files=files,
-        device=device,
-        stop_step=plan.stop_step,
-        dataset=plan.dataset,
-        validation=plan.validation,
-        order=order,
-        model=model,
-        parallel=parallel,
-        forward=parallel.forward,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        start_schedule=scheduler.state_dict(),
-        checkpoints=checkpoints,
-        saver=Saver(checkpoints, None if training.mirror is None else Mirror(training.mirror, plan.folder)),
-        guard=NanGuard(training.nan_guard_max_consecutive, training.micro_batch_size),
-        spikes=SpikeWatch(training.spike_zscore, training.spike_window, device),
-        logger=TrainingLogger(
-            plan.folder,
-            suffix="" if training.nan_guard else " | NaN guard OFF",
-            trackers=open_trackers(plan.folder, recipe) if ranks.is_main else (),
-            writes=ranks.is_main,
-        ),
-        throughput=Throughput(),
-        peak_flops=_peak_flops(device, ranks),
-        state=RunState(),
-        batches=iter(()),
-        profiler=None
-        if options.profile is None or not ranks.is_main
-        else StepProfiler(plan.folder / "profile", options.profile),
-    )
-    facts = _announce(run, knobs)
-    _go_to_start_or_checkpoint(run, plan)
-    where = {"position": run.position} if plan.resuming else {}
-    run.logger.event("resume" if plan.resuming else "start", run.state.step, **where, **facts)
-    return run
+    return model, parallel
 
 
 def _recorded(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
@@ -202,8 +200,8 @@ def _recorded(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
     return read_record(plan.folder), run_files(plan.folder)
 
 
-def _peak_flops(device: torch.device, ranks: Ranks) -> float | None:
-    peak = device_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+def _peak_flops(ranks: Ranks) -> float | None:
+    peak = device_peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
     return None if peak is None else peak * ranks.size
 
 

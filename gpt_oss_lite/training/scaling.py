@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.training.cluster import Cluster
 from gpt_oss_lite.training.flops import flops_per_token
-from gpt_oss_lite.training.memory import FP32, Layout, Setting, meta_model
+from gpt_oss_lite.training.layout import Layout
+from gpt_oss_lite.training.memory import FP32, Setting, meta_model
 
 # configs/pretrain_h200_502m.yaml on an H200: 286,000 tokens/s.
 MEASURED_MFU = 0.464
@@ -82,7 +83,7 @@ def step_time(recipe: Recipe, setting: Setting, layout: Layout, cluster: Cluster
     rate = LINK_USE * cluster.link_rate(layout.ranks)
     once = (layout.ranks - 1) / layout.ranks / rate
     last = FP32 * recipe.model.embedding_rows * recipe.model.d_model * once
-    if layout.sharded:
+    if layout.fully_sharded:
         each = 3 * gradient_bytes(recipe.model) * once
         exchange, exposed = passes * each, passes * max(each - OVERLAP * micro, last)
     else:

@@ -32,7 +32,7 @@ from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
-from gpt_oss_lite.training.snapshot import Snapshot, applying, read_tensors, whole_shapes
+from gpt_oss_lite.training.snapshot import Snapshot, applying, read_tensors, set_optimizer_state, whole_shapes
 from shared_data.console import describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder, sha256_file
@@ -211,17 +211,15 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str])
 def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, dict[str, Tensor]]) -> None:
     """Give the optimizer moments of zeros for exactly the parameters that are in `counts`, and their counts."""
     parameters, moments = dict(model.named_parameters()), moments_of(optimizer)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     unknown = counts.keys() - whole_shapes(model).keys()
     if unknown:
         raise ValueError(f"no parameter is called {min(unknown)}")
     state = {
-        index: {**counts[name], **{key: torch.zeros_like(parameters[name]) for key in moments[id(parameters[name])]}}
-        for index, name in enumerate(ordered)
+        name: {**counts[name], **{key: torch.zeros_like(parameter) for key in moments[id(parameter)]}}
+        for name, parameter in parameters.items()
         if name in counts
     }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    set_optimizer_state(model, optimizer, state)
 
 
 def consolidate(manager: CheckpointManager, step: int) -> None:

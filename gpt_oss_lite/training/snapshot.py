@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
@@ -214,15 +215,35 @@ def check_weights_fit(model: nn.Module, path: Path) -> None:
     Raises:
         UserError: names the first tensor that differs.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+    shapes = _shapes_in(path)
     for name, first in _tied_names(model).items():
         if first in shapes:
             shapes[name] = shapes[first]
     _check_shapes(model, shapes, path)
+
+
+def check_size_before_building(config: ModelConfig, path: Path) -> None:
+    """Hold a config's size against the file's header, so that a forged one cannot ask for any amount of memory.
+
+    Raises:
+        DamagedCheckpoint: the file cannot be read.
+        UserError: it is of another model.
+    """
+    n_tensors = len(_shapes_in(path))
+    if config.n_layers * config.n_experts > n_tensors:
+        raise UserError(
+            f"{path} is of another model: it has {n_tensors} tensors, but its meta says {config.n_layers} layers of "
+            f"{config.n_experts} experts"
+        )
+    check_weights_fit(meta_model(config), path)
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
 
 
 def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
@@ -259,17 +280,23 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, content: dict[str, An
         for key in moments[id(parameters[name])]:
             if entry[key].shape != parameters[name].shape or not entry[key].is_floating_point():
                 raise ValueError(f"{key} of {name} is {tuple(entry[key].shape)}")
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    by_index = {
-        index: {
+    state = {
+        name: {
             key: placed_like(parameters[name], value) if key in moments[id(parameters[name])] else value
-            for key, value in content["state"][name].items()
+            for key, value in entry.items()
         }
-        for index, name in enumerate(ordered)
-        if name in content["state"]
+        for name, entry in content["state"].items()
+        if name not in elsewhere
     }
-    # Hyperparameters come from the recipe and rates from the schedule: only the moments and counts are loaded.
+    set_optimizer_state(model, optimizer, state)
+
+
+def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, dict[str, Tensor]]) -> None:
+    """Put state by parameter name into an optimizer, for exactly these parameters. Hyperparameters come from the recipe
+    and rates from the schedule: only moments and counts are set."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = {index: state[name] for index, name in enumerate(ordered) if name in state}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -20,16 +20,8 @@ from shared_data.config import PIPELINE_VERSION
 from shared_data.console import count_of, say
 from shared_data.executor import Task, run_by_source
 from shared_data.files import write_atomic, write_if_changed
-from shared_data.manifest import (
-    MANIFEST_NAME,
-    SIDECAR_VERSION,
-    TOKEN_BYTES,
-    CorpusInfo,
-    Manifest,
-    Position,
-    SourceInfo,
-    build_manifest,
-)
+from shared_data.manifest import MANIFEST_NAME, SIDECAR_VERSION, TOKEN_BYTES, CorpusInfo, Manifest, Position, SourceInfo
+from shared_data.manifest_builder import build_manifest
 from shared_data.mixture import is_validation
 from shared_data.options import stage_main
 from shared_data.packing import Documents, PackShard, Plan, ShardSlice, cut_into_shards, plan_splits, read_documents

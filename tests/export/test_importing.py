@@ -6,6 +6,7 @@ import exported
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import lively
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from gpt_oss_lite.config import load_recipe
@@ -26,12 +27,7 @@ def stock(**changes) -> GptOssForCausalLM:
         "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
         "max_position_embeddings": 512, "rope_parameters": YARN, "tie_word_embeddings": False, "pad_token_id": None,
     }  # fmt: skip
-    model = GptOssForCausalLM(GptOssConfig(**{**fields, **changes})).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
-    return model
+    return lively(GptOssForCausalLM(GptOssConfig(**{**fields, **changes}))).eval()
 
 
 @pytest.mark.parametrize(

@@ -4,37 +4,20 @@ import math
 
 import pytest
 import torch
+from small_models import SMALL, lively
 
-from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.inference import generate as generate_module
 from gpt_oss_lite.inference.generate import Sampler, Speed, covering_scale, generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from shared_data.errors import UserError
 
 EOS = 63
-CONFIG = ModelConfig(
-    vocab_size=61,
-    padded_vocab_size=64,
-    d_model=32,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    max_seq_len=64,
-    window_size=6,
-    n_experts=4,
-    expert_hidden_size=16,
-)
+CONFIG = SMALL.replace(padded_vocab_size=64, n_layers=4, window_size=6)
 
 
 @pytest.fixture(scope="module")
 def model() -> GPTOSS:
-    torch.manual_seed(0)
-    model = GPTOSS(CONFIG)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return model
+    return lively(GPTOSS(CONFIG))
 
 
 def greedy_by_full_forward(model: GPTOSS, prompt: list[int], n_new: int) -> list[int]:

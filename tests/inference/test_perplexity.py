@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_models import SMALL, lively
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.inference.perplexity import by_position, evaluate
@@ -19,28 +20,11 @@ from shared_data.shard_writer import write_corpus
 EOS = 63
 WINDOW = 16
 SOURCES = ["web", "code", "math"]
-CONFIG = ModelConfig(
-    vocab_size=61,
-    padded_vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    max_seq_len=WINDOW,
-    window_size=6,
-    n_experts=4,
-    expert_hidden_size=16,
-)
+CONFIG = SMALL.replace(padded_vocab_size=64, n_layers=2, max_seq_len=WINDOW, window_size=6)
 
 
 def make_model(config: ModelConfig = CONFIG) -> GPTOSS:
-    torch.manual_seed(0)
-    model = GPTOSS(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return model
+    return lively(GPTOSS(config), std=0.2)
 
 
 def make_corpus(folder: Path, n_documents: int = 23) -> list[tuple[list[int], int, int]]:

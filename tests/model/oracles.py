@@ -3,6 +3,8 @@
 Shapes as in the modules under test: B batch, T tokens, H heads, G key/value heads, C head width, E experts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import GptOssConfig
@@ -45,6 +47,7 @@ def transformers_config(config: ModelConfig) -> GptOssConfig:
     assert config.n_shared_experts == 0
     assert config.expert_activation == "clamped_swiglu"
     assert config.sink_bias
+    implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return GptOssConfig(
         vocab_size=config.embedding_rows,
         hidden_size=config.d_model,
@@ -69,8 +72,7 @@ def transformers_config(config: ModelConfig) -> GptOssConfig:
             "truncate": False,
             "original_max_position_embeddings": config.original_context,
         },
-        attn_implementation="eager",
-        experts_implementation="eager",
+        **implementations,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,

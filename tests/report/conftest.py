@@ -5,23 +5,10 @@ import json
 
 import pytest
 import tiny_run
-import torch
 
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain, train
 from gpt_oss_lite.training.run import open_run, plan_run
 from gpt_oss_lite.training.stop import StopRequest
-
-
-class Poison:
-    """Makes the hidden states of chosen forward passes NaN."""
-
-    def __init__(self, forward, calls):
-        self.forward, self.calls, self.count = forward, set(calls), 0
-
-    def __call__(self, ids, **options):
-        h, stats = self.forward(ids, **options)
-        self.count += 1
-        return (h * torch.nan if self.count - 1 in self.calls else h), stats
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +25,7 @@ def run_folders(tmp_path_factory):
         folder / "rough.yaml", corpus, total_steps=40, eval_interval=10, save_interval=10, lr=3e-3, aux_loss_alpha=0.1
     )
     run = open_run(plan_run(PretrainOptions(config=rough, out=folder / "rough", seed=2)))
-    run.forward = Poison(run.forward, [5, *range(31, 36)])
+    tiny_run.blow_up(run, [5, *range(31, 36)])
     with StopRequest() as stop:
         assert train(run, stop) == 0
     with open(folder / "rough/samples.jsonl", "w") as file:

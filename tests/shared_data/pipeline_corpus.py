@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 
 from shared_data.executor import Workers
@@ -66,8 +67,8 @@ def make_corpus(folder: Path, **data_config: Any) -> dict[str, Path]:
 
 def context_of(folder: Path, root: str = "data", workers: int | Workers = 1, **options: Any) -> Context:
     """The context of a corpus made by `make_corpus`."""
-    files = {"mixture": folder / "mixture.yaml", "data_config": folder / "data_config.yaml"}
-    context = StageOptions(**files, data_root=folder / root, **options).context()
+    mixture, data_config = folder / "mixture.yaml", folder / "data_config.yaml"
+    context = StageOptions(mixture=mixture, data_config=data_config, data_root=folder / root, **options).context()
     return replace(context, workers=workers if isinstance(workers, Workers) else Workers(workers))
 
 
@@ -122,15 +123,15 @@ def prepare(folder: Path, root: Path, *options: str, **environment: str) -> str:
 class Runs:
     """Counts the tasks that are really done, by the name of their work."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from shared_data import executor
 
         self.names: list[str] = []
         plain = executor.write_commit
 
-        def counted(record, *rest):
+        def counted(record: Path, *rest: Any) -> None:
             self.names.append(f"{record.parent.name}/{record.stem.split('-')[0]}")
-            return plain(record, *rest)
+            plain(record, *rest)
 
         monkeypatch.setattr(executor, "write_commit", counted)
 

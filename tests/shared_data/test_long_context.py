@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeline_corpus import WEIGHTS, context_of, edit_yaml, hashes, make_corpus, run_all
 
 from shared_data.long_context import INSERT_TOKENS, Insert, pack_windows
-from shared_data.manifest import Manifest, build_manifest, read_sidecar
+from shared_data.manifest import Manifest, read_sidecar
+from shared_data.manifest_builder import build_manifest
 from shared_data.passkeys import ANSWER, NEEDLE, QUESTION, is_evaluation_key, training_keys
 from shared_data.tokenizer import load_tokenizer
 

@@ -8,7 +8,8 @@ import pytest
 import safetensors
 
 from shared_data.errors import UserError
-from shared_data.manifest import CorpusInfo, Manifest, Position, SourceInfo, build_manifest, read_sidecar
+from shared_data.manifest import CorpusInfo, Manifest, Position, SourceInfo, read_sidecar
+from shared_data.manifest_builder import build_manifest
 from shared_data.shard_writer import ShardWriter, split_into_shards, write_corpus
 
 EOS = 128009

@@ -196,7 +196,7 @@ class Fuzz:
             self.refused[kind] += 1
             one_line(error, path.name, "shard_")
             return
-        paths = [path] if path.is_file() else [path / shard.path for shard in dataset.manifest.shards]
+        paths = [path] if dataset.manifest is None else dataset.manifest.shard_paths(path)
         tokens = np.concatenate([np.fromfile(shard, "<u4") for shard in paths])
         assert dataset.total_tokens == len(tokens)
         assert tokens.max() < config.embedding_rows

@@ -46,6 +46,10 @@ class Job:
     dump: str | None = None
     """Where the first rank writes whole weights and moments as they are before the first step."""
 
+    def __post_init__(self) -> None:
+        self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
+        self.signal_after = {int(rank): passes for rank, passes in self.signal_after.items()}
+
 
 def run(*jobs: Job) -> list[list[int]]:
     """Run jobs one after another; each one's exit codes by rank. What they say goes to standard error."""
@@ -105,6 +109,7 @@ def _fork_ranks(job: Job, said: str) -> list[int]:
 
 
 def _pretrain(job: Job, rank: int) -> int:
+    import tiny_run
     import torch
     import typer
 
@@ -114,7 +119,6 @@ def _pretrain(job: Job, rank: int) -> int:
     if job.float64:
         torch.set_default_dtype(torch.float64)
     real = loop.open_run
-    poisoned, last = set(job.poison.get(str(rank), [])), job.signal_after.get(str(rank))  # JSON's keys are strings
 
     def open_run(plan: Any) -> Any:
         opened = real(plan)
@@ -122,19 +126,20 @@ def _pretrain(job: Job, rank: int) -> int:
             dump_state(opened, job.dump)
         if job.blocked is not None and rank == 0:
             (opened.folder / job.blocked / "in the way").mkdir(parents=True)
-        forward, count = opened.forward, 0
+        tiny_run.blow_up(opened, job.poison.get(rank, []))
+        forward, count = opened.parallel.forward, 0
 
-        def watched(*words: Any, **names: Any) -> Any:
+        def signalling(*words: Any, **names: Any) -> Any:
             nonlocal count
-            h, stats = forward(*words, **names)
+            hidden_and_stats = forward(*words, **names)
             count += 1
             if count == job.kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if count == last:
+            if count == job.signal_after.get(rank):
                 signal.raise_signal(signal.SIGTERM)
-            return (h * torch.nan if count - 1 in poisoned else h), stats
+            return hidden_and_stats
 
-        opened.forward = watched
+        tiny_run.replace_forward(opened, signalling)
         return opened
 
     loop.open_run = open_run

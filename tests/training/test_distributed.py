@@ -18,7 +18,8 @@ from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
-from gpt_oss_lite.training.distributed import Ranks, check_split, whole
+from gpt_oss_lite.training.distributed import Ranks, whole
+from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from gpt_oss_lite.training.parallel import share_model
 from shared_data.console import run_app

@@ -11,9 +11,9 @@ from torch.distributed.run import get_args_parser
 from gpt_oss_lite import cli
 from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.training.cluster import Cluster
-from gpt_oss_lite.training.distributed import check_split
 from gpt_oss_lite.training.ladder import LADDER, PARALLELISM, layouts, propose
-from gpt_oss_lite.training.memory import Layout, estimate_recipe
+from gpt_oss_lite.training.layout import Layout, check_split
+from gpt_oss_lite.training.memory import estimate_recipe
 from shared_data.console import run_app
 
 ROOT = Path(__file__).parents[2]

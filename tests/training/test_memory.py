@@ -7,8 +7,8 @@ import torch
 
 from gpt_oss_lite.config import ModelConfig, load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.training.layout import Layout
 from gpt_oss_lite.training.memory import (
-    Layout,
     MemoryEstimate,
     assert_fits_in_available_gpu,
     estimate_model_memory_gb,

@@ -129,34 +129,22 @@ def test_two_deterministic_runs_are_bitwise_equal(tmp_path, corpus):
 def test_document_mask_trains_on_documents_numbered_by_eos(tmp_path, corpus):
     run = open_for(tmp_path, corpus, model={"document_mask": True})
     seen = []
-    forward = run.forward
+    forward = run.parallel.forward
 
     def watching(ids, *, document_ids_BT):
         seen.append((ids, document_ids_BT))
         return forward(ids, document_ids_BT=document_ids_BT)
 
-    run.forward = watching
+    tiny_run.replace_forward(run, watching)
     train_step(run)
     ids, documents = (torch.cat(parts) for parts in zip(*seen, strict=True))
     assert (documents.diff(dim=1) == (ids[:, :-1] == tiny_run.EOS)).all()
     assert documents.max() > 0
 
 
-class Poison:
-    """Makes the hidden states of chosen forward passes NaN, as a fault in the data or the machine would."""
-
-    def __init__(self, run, calls):
-        self.forward, self.calls, self.count = run.forward, set(calls), 0
-
-    def __call__(self, ids, **options):
-        h, stats = self.forward(ids, **options)
-        self.count += 1
-        return (h * torch.nan if self.count - 1 in self.calls else h), stats
-
-
 def run_poisoned(tmp_path, corpus, calls, **training):
     run = open_for(tmp_path, corpus, **training)
-    run.forward = Poison(run, calls)
+    tiny_run.blow_up(run, calls)
     with StopRequest() as stop:
         return run, train(run, stop)
 
@@ -196,7 +184,7 @@ def test_five_in_a_row_go_back_to_the_newest_good_checkpoint_and_pass_over_the_s
 
 def test_a_damaged_newest_checkpoint_is_passed_over_by_a_rollback(tmp_path, corpus, capsys, monkeypatch):
     run = open_for(tmp_path, corpus, total_steps=14, save_interval=4)
-    run.forward = Poison(run, range(16, 21))  # steps 9 to 11
+    tiny_run.blow_up(run, range(16, 21))  # steps 9 to 11
     real_save = loop.save
 
     def save_and_damage_step_8(run):
@@ -240,11 +228,11 @@ def test_stopping_and_going_on_changes_nothing_about_the_guard(tmp_path, corpus,
     unbroken, _ = run_poisoned(tmp_path, corpus, out="unbroken", calls=range(13, 18), total_steps=16, save_interval=4)
     options = options_for(tmp_path, corpus, total_steps=16, save_interval=4)
     run = open_run(plan_run(dataclasses.replace(options, max_steps=stop_at)))
-    run.forward = Poison(run, range(13, 18))
+    tiny_run.blow_up(run, range(13, 18))
     with StopRequest() as stop:
         assert train(run, stop) == 0
         run = open_run(plan_run(dataclasses.replace(options, resume_latest=True)))
-        run.forward = Poison(run, left)
+        tiny_run.blow_up(run, left)
         assert train(run, stop) == 0
     assert run.state == unbroken.state
     assert run.state.offset == 4
@@ -264,7 +252,7 @@ def test_after_the_last_rollback_the_run_gives_up_with_exit_code_4(tmp_path, cor
 def test_without_the_guard_every_line_says_so_and_nothing_is_skipped(tmp_path, corpus, capsys):
     options = options_for(tmp_path, corpus, total_steps=4, nan_guard=False)
     run = open_run(plan_run(dataclasses.replace(options, accept_no_nan_guard=True)))
-    run.forward = Poison(run, [2])
+    tiny_run.blow_up(run, [2])
     with StopRequest() as stop:
         assert train(run, stop) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]

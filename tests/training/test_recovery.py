@@ -12,13 +12,13 @@ import psutil
 import pytest
 import tiny_run
 import torch
-from test_pretrain import Poison
 from torch import distributed, multiprocessing
 
 from gpt_oss_lite.training import pretrain as loop
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.diagnosis import NOT_AGAIN, Diagnosis, diagnose, first_non_finite, report_window
-from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags, on_any_rank
+from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
 from gpt_oss_lite.training.optimizer import update_unless
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain, train
 from gpt_oss_lite.training.run import open_run, plan_run
@@ -116,7 +116,7 @@ class TestDiagnosis:
 
     def test_giving_up_writes_the_diagnosis(self, tmp_path, corpus, capsys):
         run = open_for(tmp_path, corpus, nan_guard_max_rollbacks=0)
-        run.forward = Poison(run, range(8, 1000))
+        tiny_run.blow_up(run, range(8, 1000))
         with StopRequest() as stop:
             assert train(run, stop) == 4
         (event,) = tiny_run.events(tmp_path / "run", "give_up")
@@ -134,7 +134,7 @@ def test_a_lower_rate_for_a_while_after_a_rollback_also_after_a_resume(tmp_path,
         tmp_path, corpus, total_steps=20, nan_guard_lr_factor=0.25, nan_guard_lr_steps=6, save_interval=5
     )
     run = open_run(plan_run(dataclasses.replace(options, max_steps=10)))
-    run.forward = Poison(run, range(13, 18))  # back to step 5
+    tiny_run.blow_up(run, range(13, 18))  # back to step 5
     with StopRequest() as stop:
         assert train(run, stop) == 0
         assert train(open_run(plan_run(dataclasses.replace(options, resume_latest=True))), stop) == 0
@@ -151,7 +151,7 @@ def _rank(rank, folder):
     results = []
     for losses in ([1.0, float("nan") if rank == 1 else 2.0], [1.0, 2.0]):
         weight.grad = torch.full((3,), losses[1])
-        flags = on_any_rank(micro_batch_flags(torch.tensor(losses), torch.tensor(1.0)))
+        flags = Ranks(rank, size=2).any(micro_batch_flags(torch.tensor(losses), torch.tensor(1.0)))
         update_unless(flags.any(), optimizer)
         results.append((flags.tolist(), weight.tolist()))
     with open(f"{folder}/rank{rank}.json", "w") as file:
@@ -198,8 +198,8 @@ class TestSignals:
                 send()
             run = real_open(plan)
             if where.startswith("first"):
-                forward = run.forward
-                run.forward = lambda *words, **names: (send(), forward(*words, **names))[1]
+                forward = run.parallel.forward
+                tiny_run.replace_forward(run, lambda *words, **names: (send(), forward(*words, **names))[1])
             return run
 
         monkeypatch.setattr(loop, "open_run", open_interrupted)

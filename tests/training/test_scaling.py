@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from gpt_oss_lite.config import load_recipe
-from gpt_oss_lite.training.cluster import Cluster, usable_ranks
-from gpt_oss_lite.training.memory import Layout, Setting
+from gpt_oss_lite.training.cluster import Cluster
+from gpt_oss_lite.training.layout import Layout, usable_ranks
+from gpt_oss_lite.training.memory import Setting
 from gpt_oss_lite.training.scaling import micro_batch_seconds, step_time
 from shared_data.errors import UserError
 

@@ -75,20 +75,9 @@ def options(tmp_path):
     return PretrainOptions(config=recipe, out=tmp_path / "run", seed=1)
 
 
-def spiking(run, call, factor=30.0):
-    """Blow up the hidden states of one forward pass: finite, and far from what the model has learnt."""
-    forward, count = run.forward, iter(range(10**6))
-
-    def blown_up(ids, **options):
-        h, stats = forward(ids, **options)
-        return (h * factor if next(count) == call else h), stats
-
-    run.forward = blown_up
-
-
 def run_spiking(options, call=41):  # step 21, second micro-batch
     run = open_run(plan_run(options))
-    spiking(run, call)
+    tiny_run.blow_up(run, [call], factor=30.0)  # finite, and far from what the model has learnt
     with StopRequest() as stop:
         assert train(run, stop) == 0
     return run
