@@ -68,7 +68,8 @@ class Questions:
             started = time.perf_counter()
             try:
                 answers[name] = method()
-            except Exception as error:
+            except (OSError, ValueError, RuntimeError) as error:  # bad input, a full disk, a card that is too small
+                say(f"{self.run.name}: {name} failed: {error}")
                 answers[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
             answers[f"{name}_seconds"] = time.perf_counter() - started
             say(f"{self.run.name}: {name} in {answers[f'{name}_seconds']:.1f} s")

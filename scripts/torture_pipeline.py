@@ -19,16 +19,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import needs_packages  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
-HELPERS = ROOT / "tests/shared_data"
-sys.path[:0] = [str(ROOT), str(HELPERS)]
+PATHS = [str(ROOT / name) for name in (".", "tests", "tests/shared_data")]
+sys.path[:0] = PATHS
 # Workers that Ray starts import what is run.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer  # noqa: E402
@@ -108,7 +109,7 @@ def array_round(folder: Path) -> list[int]:
             if code := run_stage(stage.run, context, False):
                 os._exit(code)
 
-    jobs = [start_child(lambda index=index: job(index)) for index in range(3)]  # type: ignore[misc]
+    jobs = [start_child(partial(job, index)) for index in range(3)]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in jobs]
 
 

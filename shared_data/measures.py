@@ -167,7 +167,10 @@ def _small(text: str) -> str:
 def measure_plainly(text: str, line_rules: LineRules, short_line_chars: int) -> Measured:
     """`measure`, readable and slow."""
     words = text.split()
-    lines, paragraphs, kept, dropped = [], [[]], [], []  # type: ignore[var-annotated]
+    lines: list[str] = []
+    paragraphs: list[list[str]] = [[]]
+    kept: list[str] = []
+    dropped: list[tuple[int, int]] = []
     start = 0
     for whole in text.split("\n"):
         line, end = whole.strip(), min(start + len(whole) + 1, len(text))

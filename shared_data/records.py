@@ -271,8 +271,9 @@ def text_of(record: Any, fields: Fields) -> str | None:
     """The text of a record, the extra field's joined to it; None when a field is missing or holds no text."""
     if not isinstance(record, dict):
         return None
-    parts = [record.get(name) for name in fields.names()]
-    return fields.separator.join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    names = fields.names()
+    parts = [part for name in names if isinstance(part := record.get(name), str)]
+    return fields.separator.join(parts) if len(parts) == len(names) else None
 
 
 def document_of(record: Any, where: str, fields: Fields, repairs: dict[str, int] | None = None) -> Document:

@@ -105,7 +105,7 @@ class Patience:
         while True:
             try:
                 value = action()
-            except Exception as error:
+            except Exception as error:  # each store has errors of its own; `after` raises what will not pass
                 self.after(error)
             else:
                 self.worked()
@@ -187,7 +187,7 @@ def read_remote(file: RemoteFile, fields: Fields, start: int, patience: Patience
             return
         except UserError:
             raise
-        except Exception as error:
+        except Exception as error:  # the same
             patience.after(error)
 
 

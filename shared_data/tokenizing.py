@@ -238,7 +238,7 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
                 if stopped.is_set():
                     return
             put(None)
-        except BaseException as error:
+        except BaseException as error:  # raised where the batches are used
             put(error)
 
     thread = threading.Thread(target=read, daemon=True)

@@ -95,7 +95,11 @@ def test_a_bar_goes_on_where_its_terminal_goes(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         with progress("work", 2, "steps") as report:
             report.advance(1)
+            shown = os.read(master, 1 << 16).decode()
             os.close(master)
+            with pytest.raises(OSError, match="Input/output"):
+                os.write(terminal, b"x")
             say("nobody reads this")
             report.advance(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
+    assert "work" in shown, "there was a bar before"

@@ -35,7 +35,7 @@ def command(options):
     return run_app(app, [])
 
 
-def refused(options, capsys, *words):
+def assert_refused(options, capsys, *words):
     """The command exits with 2 and one line that has all of the words; no run folder appears."""
     existed = options.out is not None and options.out.exists()
     capsys.readouterr()
@@ -63,7 +63,7 @@ def edit_manifest(corpus, **changes):
 )
 def test_manifest_against_model(options, corpus, capsys, changes, words):
     edit_manifest(corpus, **changes)
-    refused(options, capsys, "manifest.json", *words)
+    assert_refused(options, capsys, "manifest.json", *words)
 
 
 def test_ids_out_of_range_are_found_before_the_first_step(options, corpus, capsys):
@@ -71,7 +71,7 @@ def test_ids_out_of_range_are_found_before_the_first_step(options, corpus, capsy
     ids = np.fromfile(shard, "<u4")
     ids[7] = 4_000_000_000
     ids.tofile(shard)
-    refused(options, capsys, shard.name, "token id 4000000000", "64 rows")
+    assert_refused(options, capsys, shard.name, "token id 4000000000", "64 rows")
 
 
 def with_data(options, tmp_path, **data):
@@ -82,23 +82,25 @@ def with_data(options, tmp_path, **data):
 
 
 def test_missing_corpus_names_the_command_that_prepares_it(options, tmp_path, capsys):
-    refused(
+    assert_refused(
         with_data(options, tmp_path, train_data_path=str(tmp_path / "none")), capsys, "none", "data/prepare_data.py"
     )
 
 
 def test_empty_corpus_folder(options, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    refused(with_data(options, tmp_path, train_data_path=str(tmp_path / "empty")), capsys, "manifest.json")
+    assert_refused(with_data(options, tmp_path, train_data_path=str(tmp_path / "empty")), capsys, "manifest.json")
 
 
 def test_corpus_shorter_than_a_window(options, tmp_path, capsys):
     (tmp_path / "short.bin").write_bytes(b"\0" * 64)
-    refused(with_data(options, tmp_path, train_data_path=str(tmp_path / "short.bin")), capsys, "16 tokens", "takes 17")
+    assert_refused(
+        with_data(options, tmp_path, train_data_path=str(tmp_path / "short.bin")), capsys, "16 tokens", "takes 17"
+    )
 
 
 def test_another_mixture_than_the_recipe_names(options, tmp_path, capsys):
-    refused(
+    assert_refused(
         with_data(options, tmp_path, data_mix="gptoss-default"), capsys, "'gptoss-default'", "'tiny'", "prose, code"
     )
     assert command(with_data(options, tmp_path, data_mix="tiny")) == 0
@@ -106,7 +108,7 @@ def test_another_mixture_than_the_recipe_names(options, tmp_path, capsys):
 
 def test_a_mixture_cannot_be_checked_without_a_manifest(options, tmp_path, capsys):
     (tmp_path / "tokens.bin").write_bytes(b"\0" * 400)
-    refused(
+    assert_refused(
         with_data(options, tmp_path, train_data_path=str(tmp_path / "tokens.bin"), data_mix="tiny"),
         capsys,
         "no manifest",
@@ -116,7 +118,7 @@ def test_a_mixture_cannot_be_checked_without_a_manifest(options, tmp_path, capsy
 def test_evaluation_without_validation_data(options, tmp_path, capsys):
     (tmp_path / "tokens.bin").write_bytes(b"\0" * 400)
     options = with_data(options, tmp_path, train_data_path=str(tmp_path / "tokens.bin"))
-    refused(
+    assert_refused(
         dataclasses.replace(options, overrides=["training.eval_interval=2"]), capsys, "training.eval_interval is 2",
         "data.validation_data_path",
     )  # fmt: skip
@@ -125,7 +127,9 @@ def test_evaluation_without_validation_data(options, tmp_path, capsys):
 def test_document_mask_without_a_manifest(options, tmp_path, capsys):
     (tmp_path / "tokens.bin").write_bytes(b"\0" * 400)
     options = with_data(options, tmp_path, train_data_path=str(tmp_path / "tokens.bin"))
-    refused(dataclasses.replace(options, overrides=["model.document_mask=true"]), capsys, "document_mask", "manifest")
+    assert_refused(
+        dataclasses.replace(options, overrides=["model.document_mask=true"]), capsys, "document_mask", "manifest"
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,34 +149,34 @@ def test_document_mask_without_a_manifest(options, tmp_path, capsys):
     ],
 )
 def test_options(options, capsys, changes, words):
-    refused(dataclasses.replace(options, **changes), capsys, *words)
+    assert_refused(dataclasses.replace(options, **changes), capsys, *words)
 
 
 def test_init_from_a_folder_that_is_no_run(options, tmp_path, capsys):
-    refused(dataclasses.replace(options, init_from=tmp_path / "none"), capsys, "none: no such run folder")
+    assert_refused(dataclasses.replace(options, init_from=tmp_path / "none"), capsys, "none: no such run folder")
 
 
 def test_an_existing_run_is_refused_with_the_two_ways_on(options, capsys):
     assert command(options) == 0
     before = (options.out / "metrics.jsonl").read_bytes()
-    refused(options, capsys, "already holds a run", "--resume latest", "another")
+    assert_refused(options, capsys, "already holds a run", "--resume latest", "another")
     assert (options.out / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_folder_of_other_things_is_refused(options, tmp_path, capsys):
     options.out.mkdir()
     (options.out / "thesis.tex").write_text("x")
-    refused(options, capsys, "not an empty folder")
-    refused(dataclasses.replace(options, out=options.config), capsys, "not an empty folder")
+    assert_refused(options, capsys, "not an empty folder")
+    assert_refused(dataclasses.replace(options, out=options.config), capsys, "not an empty folder")
 
 
 def test_resuming_with_another_recipe_seed_or_corpus_names_each_field(options, corpus, tmp_path, capsys):
     assert command(dataclasses.replace(options, max_steps=2)) == 0
     resumed = dataclasses.replace(options, resume_latest=True)
-    refused(
+    assert_refused(
         dataclasses.replace(resumed, seed=2, overrides=["training.lr=3e-3", "model.aux_x=1"]), capsys, "aux_x"
     )  # an unknown key comes first
-    refused(
+    assert_refused(
         dataclasses.replace(resumed, seed=2, overrides=["training.lr=3e-3", "training.grad_clip=0.5"]), capsys,
         "training.lr was 0.01, is 0.003", "training.grad_clip was 1.0, is 0.5", "--seed was 1, is 2", "--allow-changed",
     )  # fmt: skip
@@ -180,7 +184,7 @@ def test_resuming_with_another_recipe_seed_or_corpus_names_each_field(options, c
     (tmp_path / "kept").mkdir()
     corpus.rename(tmp_path / "kept" / "corpus")
     (tmp_path / "other").rename(corpus)
-    refused(resumed, capsys, "corpus's sha256 was")
+    assert_refused(resumed, capsys, "corpus's sha256 was")
     assert command(dataclasses.replace(resumed, allow_changed=True)) == 0
 
 
@@ -189,7 +193,7 @@ def test_resuming_with_another_optimizer_is_refused_also_where_changes_are_allow
     first, then = f"training.optimizer={first}", f"training.optimizer={then}"
     assert command(dataclasses.replace(options, max_steps=2, overrides=[first])) == 0
     resumed = dataclasses.replace(options, resume_latest=True, allow_changed=True, overrides=[then])
-    refused(resumed, capsys, "whose moments", f"start a new run with --init-from {options.out}")
+    assert_refused(resumed, capsys, "whose moments", f"start a new run with --init-from {options.out}")
     fresh = dataclasses.replace(options, out=options.out.parent / "fresh", init_from=options.out, overrides=[then])
     assert command(fresh) == 0
 
@@ -201,7 +205,9 @@ def test_resuming_with_other_loader_workers_is_no_change(options):
 
 def test_resuming_from_a_step_that_is_not_there(options, capsys):
     assert command(options) == 0
-    refused(dataclasses.replace(options, resume_from=3), capsys, "no complete checkpoint of step 3", "complete: 2, 4")
+    assert_refused(
+        dataclasses.replace(options, resume_from=3), capsys, "no complete checkpoint of step 3", "complete: 2, 4"
+    )
 
 
 def test_a_damaged_run_record(options, capsys):
@@ -244,7 +250,7 @@ class TestRunFolders:
     ):
         monkeypatch.chdir(tmp_path)
         options = dataclasses.replace(options, out=None, max_steps=1)
-        refused(dataclasses.replace(options, resume_latest=True), capsys, "runs/tiny-NNN")
+        assert_refused(dataclasses.replace(options, resume_latest=True), capsys, "runs/tiny-NNN")
         assert command(dataclasses.replace(options, auto_resume=True)) == 0  # nothing yet: starts the first
         assert command(options) == 0
         (tmp_path / "runs" / "tiny-old-007").mkdir()
@@ -280,7 +286,7 @@ class TestRunFolders:
         try:
             tiny_run.kill_after_step(first, options.out, 2, how=0)
             second = dataclasses.replace(options, auto_resume=True, overrides=["training.total_steps=100000"])
-            refused(second, capsys, "another process is training in this run")
+            assert_refused(second, capsys, "another process is training in this run")
         finally:
             first.kill()
             tiny_run.finish(first)

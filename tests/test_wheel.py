@@ -19,7 +19,11 @@ SOURCES = ("gpt_oss_lite", "shared_data", "configs")
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     """Standard output of a command that succeeds, in an environment that knows nothing of the repository."""
-    variables = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {
+        "PATH": "/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        # pip would ask the network whether there is a newer one of it.
+        "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }  # fmt: skip
     result = subprocess.run(
         list(map(str, words)), cwd=cwd, env={**variables, **environment}, capture_output=True, text=True, timeout=300
     )

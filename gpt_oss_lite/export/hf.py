@@ -158,7 +158,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         fsync_folder(temporary)
         os.replace(temporary, out)
-    except BaseException:
+    except BaseException:  # whatever it was, nothing half-written stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_folder(out.parent)

@@ -166,8 +166,9 @@ class GPTOSS(nn.Module):
     def average_expert_load_by(self, average_load: AverageLoad | None) -> None:
         """Let the load-balancing loss in training use other expert shares than its own tokens': those of several
         machines. None: its own."""
-        for block in self.blocks:
-            block.moe.average_load = average_load  # type: ignore[union-attr]
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.average_load = average_load
 
     def set_rope_scale(self, scale: float) -> None:
         """Use another YaRN scale, e.g. to decode beyond the trained length. A cache filled at another scale is void.

@@ -84,7 +84,7 @@ class BackgroundWriter:
                 error = failure
                 then = "given up" if pause_s is None else f"trying again in {pause_s:g} s"
                 say(f"WARNING: CHECKPOINT OF STEP {step} NOT WRITTEN: {describe(failure)}; {then}")
-            except BaseException as fault:
+            except BaseException as fault:  # for `outcomes` to raise: in this thread nobody would hear it
                 self._fault = fault
                 return
             if pause_s is not None:

@@ -47,7 +47,7 @@ from gpt_oss_lite.training.snapshot import (
 from gpt_oss_lite.training.whole_files import as_os_error, assert_whole, atomic_path
 from shared_data.console import say
 from shared_data.errors import UserError
-from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, sha256_file, write_atomic
+from shared_data.files import fsync_folder, sha256_file, write_atomic
 
 Writer = Callable[[Path], None]
 
@@ -296,18 +296,6 @@ class CheckpointManager:
         """Delete what only the sharded form of a step has."""
         self._remove(self._path("counts", step))
         shutil.rmtree(self.shards(step), ignore_errors=True)
-
-    def remove_leftovers(self) -> None:
-        """Delete what a killed process left: temporary files, and files of steps without their meta."""
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.iterdir():
-            step = step_of(path.name)
-            orphan = step is not None and not self._path("meta", step).exists()
-            if orphan and path.is_dir():
-                shutil.rmtree(path)
-            elif orphan or path.name.endswith(TEMPORARY_SUFFIX) or path.name.startswith(".tmp"):
-                path.unlink(missing_ok=True)
 
     def _path(self, kind: str, step: int) -> Path:
         return self.folder / file_name(kind, step)

@@ -135,11 +135,11 @@ def consolidate(
         step = manager.latest_step() if step is None else step
         if step is None:
             raise UserError(f"{folder} has no complete checkpoint")
-        if manager.meta(step) and not manager.is_sharded(step):
-            print(f"step {step} is in the single-file form already")
-            return
+        was_sharded = manager.is_sharded(step)
         make_one(manager, step)
-    print(f"step {step}: {manager.files(step)[0]}")
+    print(
+        f"step {step}: {manager.files(step)[0]}" if was_sharded else f"step {step} is in the single-file form already"
+    )
 
 
 @app.command()

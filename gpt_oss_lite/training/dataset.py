@@ -100,7 +100,9 @@ class _TensorFile:
     def __init__(self, path: Path) -> None:
         try:
             tensor = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
+        except OSError:  # the disk's, not the content's
+            raise
+        except Exception as error:  # a forged file makes the reader fail in any way
             raise UserError(f"{path}: not a saved tensor of token ids ({type(error).__name__})") from error
         if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype.is_floating_point or tensor.is_complex():
             raise UserError(f"{path}: a saved corpus is one 1-dimensional integer tensor")

@@ -76,7 +76,7 @@ class Ranks:
             return self._wait_for_main(key)
         try:
             result = work()
-        except BaseException:
+        except BaseException:  # the others wait for an answer, whatever ends this rank
             self.store.set(key, json.dumps({"failed": True}))
             raise
         self.store.set(key, json.dumps({"result": result if share else None}))
@@ -203,7 +203,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         liveness.leave()
         time.sleep(PAUSE_FOR_THE_FIRST_S)
         raise
-    except Exception:
+    except Exception:  # whatever it was: the other ranks cannot go on, and it goes on up
         liveness.leave(failed=True)
         raise
     liveness.leave()

@@ -23,6 +23,8 @@ from shared_data.console import EXIT_FAILED, complain
 LONGEST_TICK_S = 1.0
 # Of the time-out: what is left is for the launcher to notice, and for what the system delays.
 SILENCE_SHARE = 0.6
+# Of /proc/PID/stat: starttime, the 22nd field, where the 3rd is the first here.
+_START_FIELD = 22 - 3
 # A rank that fails says why and leaves first, so that the launcher takes it for the cause.
 PAUSE_FOR_THE_FAILED_S = 5.0
 # What a first rank that failed gives the others to read so.
@@ -51,7 +53,7 @@ class Liveness:
 
     def start(self) -> None:
         """Give the first sign of life, and begin to watch."""
-        self._store.set(f"who/{self._rank}", json.dumps({"pid": os.getpid(), **_where()}))
+        self._store.set(f"who/{self._rank}", json.dumps(_myself()))
         self._thread.start()
 
     def leave(self, failed: bool = False) -> None:
@@ -135,6 +137,11 @@ class Liveness:
         self._store.set("missing", json.dumps(who))
 
 
+def _myself() -> dict[str, Any]:
+    """How this process is known to the other ranks."""
+    return {"pid": os.getpid(), "started": _start_of(os.getpid()), **_where()}
+
+
 def _where() -> dict[str, str]:
     """What tells this host's processes from another's; a container has numbers of its own for them."""
     numbering = Path("/proc/self/ns/pid")
@@ -145,19 +152,39 @@ def _is_on_this_host(who: dict[str, Any]) -> bool:
     return bool(who) and all(who[key] == value for key, value in _where().items())
 
 
-def _is_gone(who: dict[str, Any]) -> bool:
-    """Whether a process of this host has ended; False for one elsewhere."""
-    if not _is_on_this_host(who) or not Path("/proc/self/stat").exists():
-        return False
+def _stat(pid: int) -> list[str]:
+    """The fields of a process after its name, from its state on (proc_pid_stat(5)); none: there is no such process, or
+    this system tells nothing of its processes."""
     try:
-        stat = Path(f"/proc/{who['pid']}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rsplit(")", 1)[1].split()[0] in ("Z", "X")
+        return []
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, in ticks since the system did: with its number this tells it from a later one of the same
+    number. None: unknown."""
+    return stat[_START_FIELD] if (stat := _stat(pid)) else None
+
+
+def _is_gone(who: dict[str, Any]) -> bool:
+    """Whether a process of this host has ended, its number taken by another or not; False for one elsewhere."""
+    if not _is_on_this_host(who) or who["started"] is None:
+        return False
+    stat = _stat(who["pid"])
+    return not stat or stat[0] in ("Z", "X") or stat[_START_FIELD] != who["started"]
 
 
 def _kill(who: dict[str, Any]) -> None:
-    """Kill a process of this host, which may be stopped and so not hear the launcher."""
-    if _is_on_this_host(who) and who["pid"] != os.getpid():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(who["pid"], signal.SIGKILL)
+    """Kill a process of this host, which may be stopped and so not hear the launcher. Where nobody can say whether the
+    number still is that process's, nothing is killed: the launcher ends its ranks itself, only later."""
+    if not _is_on_this_host(who) or who["pid"] == os.getpid() or not hasattr(os, "pidfd_open"):
+        return
+    with contextlib.suppress(OSError):  # it has ended, or the kernel (before Linux 5.3) has no such descriptors
+        process = os.pidfd_open(who["pid"])
+        try:
+            # The descriptor stays with the process it was opened for: the number cannot change hands from here on.
+            if who["started"] is not None and _start_of(who["pid"]) == who["started"]:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)

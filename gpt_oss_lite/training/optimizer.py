@@ -89,6 +89,7 @@ class MuonWithAdamW(Optimizer):
         self._muon.param_groups, self._adamw.param_groups = self.param_groups[:n_muon], self.param_groups[n_muon:]
         self._muon.state = self._adamw.state = self.state
 
+    # Of PyTorch's two signatures the one without a closure: nothing here evaluates the loss again.
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
@@ -114,6 +115,7 @@ def moments_of(optimizer: Optimizer) -> dict[int, tuple[str, ...]]:
 def make_scheduler(optimizer: Optimizer, config: TrainingConfig) -> LambdaLR:
     """The recipe's schedule; it ticks once a step, skipped steps included."""
     # LambdaLR warns when it ticks before the first update, which is what a skipped first step does on purpose.
+    # It looks at an attribute that PyTorch does not declare.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return LambdaLR(optimizer, make_multiplier(config))
 
@@ -134,8 +136,8 @@ def update_unless(skip: Tensor, optimizer: Optimizer) -> None:
     the optimizer's step counts bitwise as they were.
 
     Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. On CUDA the fused kernel
-    reads the flag itself, through the attribute that PyTorch's GradScaler uses, so the host does not wait; Muon has no
-    such kernel, and the host waits for the flag.
+    reads the flag itself, through the attribute, undeclared, that PyTorch's GradScaler uses, so the host does not wait;
+    Muon has no such kernel, and the host waits for the flag.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]

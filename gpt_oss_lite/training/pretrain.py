@@ -84,7 +84,7 @@ def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
             report_out_of_memory(run.recipe, run.folder, layout_of(run.recipe.training, ranks.size))
             ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
-        except Exception as error:
+        except Exception as error:  # of whatever kind a broken operation is; it goes on up
             ranks.find_the_missing(error)
             raise
         except KeyboardInterrupt:
@@ -121,8 +121,8 @@ def train(run: Run, stop: StopRequest) -> int:
         # The log has a line every so often; in a terminal a bar goes on below it.
         with progress("train", run.stop_step - run.state.step, "steps", lines=False) as bar:
             return step_until_the_end(run, stop, bar)
-    except Exception:
-        report_end_of_saving(run)  # the newest checkpoint is what the next process goes on from
+    except Exception:  # whatever ended the run, the newest checkpoint is what the next process goes on from
+        report_end_of_saving(run)
         raise
 
 

@@ -20,6 +20,7 @@ from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
 from gpt_oss_lite.training.layout import layout_of
+from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, meta_model
 from gpt_oss_lite.training.mirror import Mirror
@@ -238,7 +239,7 @@ def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, st
 
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:
-    run.ranks.from_main(run.checkpoints.remove_leftovers, share=False)
+    run.ranks.from_main(lambda: remove_leftovers(run.checkpoints), share=False)
     if plan.resume_step is not None:
         restore_checkpoint(run, plan.resume_step)
     elif run.init_from is not None:

@@ -10,12 +10,13 @@ module is imported where it is used: it loads more than it needs.
 """
 
 import errno
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from gpt_oss_lite.training.checkpoint import CheckpointManager, Writer
 from gpt_oss_lite.training.checkpoint_names import SHARDED_KINDS, file_name
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write
 from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
@@ -81,7 +83,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
     mine, reason = {}, None
     try:
         for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
-            with open(path, "rb") as file:
+            with open(path, "r+b") as file:
+                order_metadata(file)
                 os.fsync(file.fileno())
             mine[path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
     except OSError as error:  # the others wait for this rank's answer all the same
@@ -91,6 +94,22 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> d
         raise _not_written(folder, reasons)
     ranks.from_main(lambda: fsync_folder(folder), share=False)
     return {name: about for part, _ in answers for name, about in part.items()}
+
+
+def order_metadata(file: BinaryIO) -> None:
+    """Put the metadata in a safetensors file's header in the order of its keys, in place: same tensors, same bytes.
+
+    The library writes it from a map that it walks in random order, so that every save of the same tensors has another
+    SHA-256 (https://github.com/safetensors/safetensors/issues/584). A header of another layout than its own is left.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(ordered) <= length:
+        file.seek(8)
+        file.write(ordered.ljust(length))
 
 
 def _not_written(folder: Path, reasons: Mapping[int, str]) -> OSError:
@@ -111,6 +130,19 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     # Without a process group each process plans and reads for itself: only its own part of each tensor.
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says just that
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors that shards make up, on the meta device."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        for name, about in metadata.items()
+        if isinstance(about, TensorStorageMetadata)  # safetensors holds nothing else
+    }
 
 
 def save_shards(
@@ -167,10 +199,7 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str])
     Raises:
         UserError: names the first tensor that differs.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    there = {name: tuple(about.size) for name, about in metadata.items()}  # type: ignore[union-attr]
+    there = {name: tuple(tensor.shape) for name, tensor in tensors_in(folder).items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights = {name for name in there if name.startswith("model.")}
     for name in sorted(wanted.keys() | (weights - others)):
@@ -196,15 +225,19 @@ def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, dict[st
 def consolidate(manager: CheckpointManager, step: int) -> None:
     """Turn a step in shards into the single-file form, which replaces it when it is whole on the disk.
 
+    Both forms share the schedule's and the random numbers' files, which stay as they are, so that the meta, whose
+    replacement is the one moment at which the step changes its form, names whole files before and after. Killed at any
+    point, a second call finishes: it begins by deleting what does not belong to the form that the meta names.
+
     Raises:
         DamagedCheckpoint: the shards do not match their hashes.
         UserError: they are not the model that their meta says.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
     meta, folder = manager.verify(step), manager.shards(step)
-    metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in metadata.items()}
+    remove_leftovers(manager)
+    if not manager.is_sharded(step):
+        return
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(folder).items()}
     model = meta_model(ModelConfig(**meta["model"]))
     _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
     read_shards(folder, tensors)
@@ -219,5 +252,7 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     others = {key: value for key, value in meta.items() if key not in ("format", "step", "files")}
     snapshot = Snapshot(step, weights, {"state": state}, sched, rng, others)
     assert_room_to_write(manager.folder, snapshot.n_bytes + OVERHEAD_BYTES)
-    manager.commit(step, snapshot.meta, manager.writers_of(snapshot))
+    writers = manager.writers_of(snapshot)
+    kept = {name: meta["files"][name] for name in (file_name("sched", step), file_name("rng", step))}
+    manager.commit(step, others, {"model": writers["model"], "optim": writers["optim"]}, kept)
     manager.remove_shards(step)

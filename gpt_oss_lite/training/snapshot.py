@@ -192,13 +192,19 @@ def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:
     """A whole tensor as another one of its shape lies: itself, or this rank's shard of it."""
-    if not hasattr(target, "device_mesh"):
+    if not hasattr(target, "device_mesh"):  # asked so, a plain tensor does not cost the import
         return value
+    from torch.distributed.tensor import DTensor, Shard
+
     placed = torch.zeros_like(target, dtype=value.dtype)
-    (dim,), mesh = [placement.dim for placement in target.placements], target.device_mesh  # type: ignore[attr-defined]
+    assert isinstance(target, DTensor)
+    assert isinstance(placed, DTensor)
+    (placement,), mesh = target.placements, target.device_mesh
+    assert isinstance(placement, Shard)
+    dim = placement.dim
     # Shards are as torch.chunk makes them: all of one length but the last ones.
     start = min(-(-target.shape[dim] // mesh.size()) * mesh.get_local_rank(), target.shape[dim])
-    local = placed.to_local()  # type: ignore[attr-defined]
+    local = placed.to_local()
     local.copy_(value.narrow(dim, start, local.shape[dim]))
     return placed
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -27,7 +27,7 @@ class StopRequest:
         self._deadline = None if max_hours is None else time.monotonic() + max_hours * 3600
         self._max_hours = max_hours
         self._signal: signal.Signals | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def code(self) -> int:
@@ -58,7 +58,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:

@@ -56,7 +56,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # whatever it was, nothing half-written stays
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)

@@ -46,8 +46,11 @@ def test_inconsistent_pairs_are_refused(keys: dict[str, object], message: str) -
         {"window_size": None},
     ],
 )
-def test_consistent_blocks_are_accepted(keys: dict[str, object]) -> None:
-    ModelConfig(**keys)
+def test_consistent_blocks_are_taken_as_they_are_and_their_lengths_fit_yarns_scale(keys: dict[str, object]) -> None:
+    config = ModelConfig(**keys)
+    assert {key: getattr(config, key) for key in keys} == keys
+    # s = L' / L (Peng et al., 2023, section 3.1), whichever of the three are null.
+    assert config.original_context * config.yarn_scale_factor == pytest.approx(config.target_context, abs=0.5)
 
 
 def test_null_lengths_follow_from_the_others() -> None:

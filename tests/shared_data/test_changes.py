@@ -117,3 +117,6 @@ def test_a_corpus_that_is_not_whole_holds_nobody_up(tmp_path):
     run_all(context)
     (context.layout.corpus / "manifest.json").unlink()
     run_all(context_of(tmp_path, total_tokens=15000))
+    fresh = context_of(tmp_path, root="fresh", total_tokens=15000)
+    run_all(fresh)
+    assert hashes(context.layout.corpus) == hashes(fresh.layout.corpus)

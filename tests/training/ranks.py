@@ -1,20 +1,26 @@
 """Runs on several ranks for tests, over gloo on 127.0.0.1.
 
-This file as a program imports everything once, and forks the ranks of one job after another, which saves most of the
-time that starting them would take.
+This file as a program imports everything once, and forks the ranks of one job after another for as long as the tests
+last, which saves most of the time that starting them would take. It has a single thread and runs nothing of PyTorch
+itself, so that a fork of it is whole.
 """
 
-import itertools
+import atexit
+import functools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 300
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    kill_after: int | None = None
+    """Forward passes after which every rank kills itself."""
     blocked: str | None = None
     """A path in the run that is a folder with something in it before the first step, where a file is to come."""
     dump: str | None = None
@@ -44,15 +52,35 @@ class Job:
 
 
 def run(*jobs: Job) -> list[list[int]]:
-    """Run jobs one after another; each one's exit codes by rank."""
+    """Run jobs one after another; each one's exit codes by rank. What they say goes to standard error."""
+    server = _server()
+    assert server.stdin
+    assert server.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+        print(json.dumps({"jobs": [asdict(job) for job in jobs], "said": str(said)}), file=server.stdin, flush=True)
+        answered = select.select([server.stdout], [], [], LIMIT_S)[0]
+        if not answered:
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+        text = said.read_text() if said.exists() else ""
+        codes = server.stdout.readline()
+        assert codes, f"no answer within {LIMIT_S} s\n{text[-4000:]}"
+    sys.stderr.write(text)
+    return json.loads(codes)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """This file as a program, started when it is first needed, until the tests end."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    words = json.dumps([asdict(job) for job in jobs])
-    done = subprocess.run(
-        [sys.executable, __file__, words], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    sys.stderr.write(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    server = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    assert server.stdin
+    atexit.register(server.stdin.close)
+    return server
 
 
 def _free_port() -> int:
@@ -61,7 +89,7 @@ def _free_port() -> int:
         return int(place.getsockname()[1])
 
 
-def _fork_ranks(job: Job) -> list[int]:
+def _fork_ranks(job: Job, said: str) -> list[int]:
     port, children = _free_port(), []
     for rank in range(job.n_ranks):
         child = os.fork()
@@ -70,6 +98,8 @@ def _fork_ranks(job: Job) -> list[int]:
             os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
             code = 99
             try:
+                for number in (1, 2):
+                    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
                 code = _pretrain(job, rank)
             finally:
                 sys.stderr.flush()
@@ -79,8 +109,6 @@ def _fork_ranks(job: Job) -> list[int]:
 
 
 def _pretrain(job: Job, rank: int) -> int:
-    import signal
-
     import tiny_run
     import torch
     import typer
@@ -99,11 +127,15 @@ def _pretrain(job: Job, rank: int) -> int:
         if job.blocked is not None and rank == 0:
             (opened.folder / job.blocked / "in the way").mkdir(parents=True)
         tiny_run.blow_up(opened, job.poison.get(rank, []))
-        forward, count = opened.parallel.forward, itertools.count(1)
+        forward, count = opened.parallel.forward, 0
 
         def signalling(*words: Any, **names: Any) -> Any:
+            nonlocal count
             hidden_and_stats = forward(*words, **names)
-            if next(count) == job.signal_after.get(rank):
+            count += 1
+            if count == job.kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if count == job.signal_after.get(rank):
                 signal.raise_signal(signal.SIGTERM)
             return hidden_and_stats
 
@@ -139,7 +171,17 @@ def dump_state(run: Any, path: str) -> None:
         torch.save({name: tensors for part in parts for name, tensors in part.items()}, path)
 
 
-if __name__ == "__main__":
-    import gpt_oss_lite.training.pretrain  # noqa: F401 (before the fork)
+def import_before_the_fork() -> None:
+    """Import what every rank would import for itself: an optimizer or a sharded model takes seconds for it."""
+    import importlib
 
-    print(json.dumps([_fork_ranks(Job(**job)) for job in json.loads(sys.argv[1])]))
+    for name in ("gpt_oss_lite.training.pretrain", "gpt_oss_lite.training.sharded", "torch._dynamo",
+                 "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):  # fmt: skip
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    import_before_the_fork()
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps([_fork_ranks(Job(**job), request["said"]) for job in request["jobs"]]), flush=True)

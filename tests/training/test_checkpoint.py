@@ -15,6 +15,7 @@ from gpt_oss_lite.config import ModelConfig, TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training import checkpoint
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.seeding import capture_rng, restore_rng
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
@@ -187,7 +188,7 @@ def test_a_crash_at_any_rename_leaves_the_older_checkpoint_the_newest(tmp_path, 
     assert manager.list_checkpoints() == [2]
     manager.verify(2)
     assert not [name for name in files(tmp_path) if name.endswith(".tmp")]
-    manager.remove_leftovers()
+    remove_leftovers(manager)
     assert all("_step_2." in name for name in files(tmp_path))
 
 

@@ -6,7 +6,6 @@ import pytest
 import ranks
 import tiny_run
 import torch
-from command_line import run as run_command
 from ranks import Job
 from safetensors.torch import load_file
 from small_models import SMALL
@@ -17,11 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
 from gpt_oss_lite.training.distributed import Ranks, whole
 from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.optimizer import clip_gradients, gradient_norm, update_unless
 from gpt_oss_lite.training.parallel import share_model
+from shared_data.console import run_app
 from shared_data.errors import UserError
 
 EXACT = ("step", "tokens", "epoch", "position", "lr")
@@ -56,9 +57,6 @@ def assert_same_rows(run, other, bound):
             assert [x for x, _ in pairs] == pytest.approx([y for _, y in pairs], rel=bound, abs=bound), (row, key)
 
 
-BOTH_DTYPES = pytest.mark.parametrize(("float64", "bound"), [(False, 1e-6), (True, 1e-10)], ids=["fp32", "float64"])
-
-
 WORDS = {
     "ddp": [],
     "fsdp": ["training.parallelism=fsdp"],
@@ -66,12 +64,13 @@ WORDS = {
 }
 
 
-@BOTH_DTYPES
+@pytest.mark.parametrize(("float64", "bound"), [(False, 1e-6), (True, 1e-10)], ids=["fp32", "float64"])
 def test_20_steps_on_2_and_4_ranks_are_those_of_one_process(setting, float64, bound):
     folder, recipe = setting
     # Micro-batches 1 and 2 of step 2 are not finite, wherever they run: every rank skips that step.
     poison = {1: {0: [5, 6]}, 2: {1: [2], 0: [3]}, 4: {1: [1], 2: [1]}}
-    kinds = [(1, "ddp"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "experts"), (4, "experts")]
+    kinds = [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (2, "experts")]
+    kinds += [(4, "ddp"), (4, "fsdp"), (4, "experts")] if float64 else []  # in fp32 the chain below has 4
     runs = {kind: folder / f"{kind[0]}-{kind[1]}-{float64}" for kind in kinds}
     jobs = [
         Job(n, str(recipe), str(run), WORDS[p], seed=3, float64=float64, poison=poison[n])
@@ -85,19 +84,18 @@ def test_20_steps_on_2_and_4_ranks_are_those_of_one_process(setting, float64, bo
         assert losses == pytest.approx([e["loss"] for e in tiny_run.events(runs[1, "ddp"], "eval")], rel=bound)
 
 
-@BOTH_DTYPES
-def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, float64, bound, tmp_path):
+def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, tmp_path):
     _, recipe = setting
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
     chain = [(1, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "experts"), (1, "ddp")]
     jobs = [
-        Job(n, str(recipe), str(run), WORDS[p], 4 * (place + 1), resume_latest=place > 0, seed=3, float64=float64,
+        Job(n, str(recipe), str(run), WORDS[p], 4 * (place + 1), resume_latest=place > 0, seed=3,
             dump=str(tmp_path / f"{place}.pt"))
         for place, (n, p) in enumerate(chain)
     ]  # fmt: skip
-    codes = ranks.run(Job(1, str(recipe), str(unbroken), seed=3, float64=float64), *jobs)
+    codes = ranks.run(Job(1, str(recipe), str(unbroken), seed=3), *jobs)
     assert codes == [[0], *([0] * n for n, _ in chain)]
-    assert_same_rows(run, unbroken, bound)
+    assert_same_rows(run, unbroken, 1e-6)
     for place in range(1, len(chain)):
         step, found = 4 * place, torch.load(tmp_path / f"{place}.pt")
         saved = saved_state(run / "checkpoints", step)
@@ -119,8 +117,7 @@ def check_consolidation(run, step):
     manager = CheckpointManager(run / "checkpoints")
     assert manager.newest_good(at_most=step) == step - 4
     shard.write_bytes(content)
-    done = run_command("python", "-m", "gpt_oss_lite", "checkpoints", "consolidate", run, "--step", str(step))
-    assert done.returncode == 0, done.stderr
+    assert run_app(app, ["consolidate", str(run), "--step", str(step)]) == 0
     assert not shard.exists()
     manager.verify(step)
     after = saved_state(run / "checkpoints", step)

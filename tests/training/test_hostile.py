@@ -17,6 +17,7 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of, load_model
 from gpt_oss_lite.training.dataset import PretrainDataset
+from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.run_folder import read_record
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint, check_weights_fit
@@ -245,7 +246,7 @@ def test_leftovers_are_removed_and_links_are_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (folder / "model_step_9.safetensors").symlink_to(tmp_path / "precious")
     (folder / "rng_step_9.pt.tmp").symlink_to(tmp_path / "precious")
-    manager.remove_leftovers()
+    remove_leftovers(manager)
     assert (tmp_path / "precious").read_text() == "mine"
     assert not any("step_9" in path.name for path in folder.iterdir())
 

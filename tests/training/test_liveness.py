@@ -13,6 +13,8 @@ import psutil
 import pytest
 import tiny_run
 
+from gpt_oss_lite.training import liveness
+
 TIMEOUT_S = 20
 STEPS = 40
 
@@ -86,3 +88,54 @@ def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
     assert [row["step"] for row in tiny_run.rows(tmp_path / "runs" / "tiny-001")] == [1, 2, 3, 4, 5]
     assert sum("[ranks] 2, ddp" in output for output in outputs) == 1  # one rank speaks
+
+
+@pytest.fixture
+def stopped():
+    """A process that lies stopped, as one that does not hear its launcher."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+            yield process
+        finally:
+            process.kill()
+
+
+def known_as(process, **changes):
+    """What a process would have told of itself before it was stopped; the start from its second source, psutil."""
+    ticks = round((psutil.Process(process.pid).create_time() - psutil.boot_time()) * os.sysconf("SC_CLK_TCK"))
+    assert abs(ticks - int(liveness._start_of(process.pid))) <= os.sysconf("SC_CLK_TCK")  # the clock may be set
+    return {**liveness._myself(), "pid": process.pid, "started": liveness._start_of(process.pid), **changes}
+
+
+def test_a_stopped_rank_is_killed(stopped):
+    assert not liveness._is_gone(known_as(stopped))
+    liveness._kill(known_as(stopped))
+    assert stopped.wait(timeout=10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "changes", [{"started": "1"}, {"started": None}, {"host": "elsewhere"}, {"numbering": "pid:[1]"}]
+)
+def test_a_process_that_took_the_number_of_a_rank_is_left_alone(stopped, changes):
+    who = known_as(stopped, **changes)
+    liveness._kill(who)
+    # A rank whose number is another's by now has ended; of one elsewhere, or of unknown start, that cannot be said.
+    assert liveness._is_gone(who) == (changes == {"started": "1"})
+    time.sleep(0.05)
+    assert stopped.poll() is None
+    assert psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED
+
+
+def test_a_rank_that_has_ended_is_gone_and_there_is_nothing_to_kill(stopped):
+    who = known_as(stopped)
+    stopped.kill()
+    while psutil.Process(stopped.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    assert liveness._is_gone(who)
+    liveness._kill(who)
+    assert stopped.wait(timeout=10) == -signal.SIGKILL
+    assert liveness._is_gone(who)
+    liveness._kill(who)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from syncs import syncs_refused
 
 from gpt_oss_lite.training.nan_guard import LAG_STEPS, NanGuard, micro_batch_flags
 
@@ -71,12 +72,7 @@ def test_a_count_goes_on_from_a_checkpoint():
 def test_recording_and_reading_on_the_gpu_do_not_wait():
     guard = NanGuard(max_consecutive=5, micro_batch_size=3)
     losses, norm = torch.tensor([1.0, NAN], device="cuda"), torch.tensor(1.0, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.device(0):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for step in range(4):
-                guard.record(step + 1, 6 * step, micro_batch_flags(losses, norm))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with syncs_refused():
+        for step in range(4):
+            guard.record(step + 1, 6 * step, micro_batch_flags(losses, norm))
     assert [skip.micro_batches for skip in guard.read(everything=True).skipped] == [[1]] * 4

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import tiny_run
 import torch
+from syncs import syncs_refused
 
 from gpt_oss_lite.training.late import LAG_STEPS
 from gpt_oss_lite.training.pretrain import PretrainOptions, train
@@ -120,11 +121,9 @@ def test_resuming_changes_nothing_about_spikes(options):
 @pytest.mark.gpu
 def test_observing_on_the_gpu_does_not_wait():
     watch = SpikeWatch(3.0, 2, torch.device("cuda"))
-    values = torch.tensor([1.0, 2.0], device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for step in range(4):
+    calm, high = torch.tensor([1.0, 2.0], device="cuda"), torch.tensor([1.0, 9.0], device="cuda")
+    with syncs_refused():
+        for step, values in enumerate([calm, calm, calm, high]):
             watch.observe(step, 0, values)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    (spike,) = watch.read(everything=True)
+    assert (spike.step, spike.signal, spike.value) == (3, "grad_norm", 9.0)

@@ -3,6 +3,7 @@
 import pytest
 import tiny_run
 import torch
+from syncs import syncs_refused
 
 from gpt_oss_lite.training.pretrain import PretrainOptions, train_step
 from gpt_oss_lite.training.run import open_run, plan_run
@@ -18,12 +19,9 @@ def test_a_step_on_the_fused_path_never_waits_for_the_device(tmp_path):
     run = open_run(plan_run(PretrainOptions(config=recipe, out=tmp_path / "run", seed=0)))
     for _ in range(3):
         train_step(run)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_refused():
         for _ in range(3):
             train_step(run)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert run.state.step == 6
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-CALLS = ("replace", "unlink", "fsync", "link")
+CALLS = ("replace", "unlink", "rmdir", "fsync", "link")
 """What changes the file system: between any two of these calls nothing that a kill could leave half done happens."""
 
 
