@@ -129,9 +129,9 @@ class Runs:
         self.names: list[str] = []
         plain = executor.write_commit
 
-        def counted(record: Path, *rest: Any) -> None:
+        def counted(record: Path, *rest: Any) -> executor.Commit:
             self.names.append(f"{record.parent.name}/{record.stem.split('-')[0]}")
-            plain(record, *rest)
+            return plain(record, *rest)
 
         monkeypatch.setattr(executor, "write_commit", counted)
 

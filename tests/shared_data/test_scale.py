@@ -29,11 +29,12 @@ def clean_run(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray(tmp_path_factory):
-    """Workers that Ray starts import this file; the cluster that the first task starts ends with the tests."""
+    """Workers that Ray starts import this file and its helpers; the cluster that the first task starts ends with the
+    tests."""
     import ray
 
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *([before] if before else [])])
     yield ray
     ray.shutdown()
     if before is None:
