@@ -12,9 +12,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import psutil
 
+from gpt_oss_lite.pictures import save_picture
 from gpt_oss_lite.training.logger import read_rows
 from shared_data.errors import UserError
-from shared_data.files import atomic_writer
 
 SAMPLE_INTERVAL_S = 0.2
 
@@ -54,8 +54,7 @@ def plot_losses(run: Path, target: Path) -> None:
     axes.set(title=f"{run}: cross-entropy", xlabel="step", ylabel="nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
-    with atomic_writer(target) as file:
-        figure.savefig(file, format=target.suffix.removeprefix("."))
+    save_picture(figure, target)
     plt.close(figure)
 
 

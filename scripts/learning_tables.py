@@ -15,10 +15,11 @@ import numpy as np
 from learning_plan import ABLATIONS
 
 from gpt_oss_lite.inference.passkey import Cell, heat_map
+from gpt_oss_lite.pictures import save_picture
 from gpt_oss_lite.training.flops import format_mfu
 from shared_data.console import say
 from shared_data.errors import UserError, require_extra
-from shared_data.files import atomic_writer, write_atomic
+from shared_data.files import write_atomic
 
 Results = Mapping[str, Any]
 SMOOTHED_STEPS = 20
@@ -317,17 +318,14 @@ def draw_passkeys(name: str, title: str) -> Callable[[Results, Path], None]:
 
 @contextmanager
 def picture(path: Path) -> Iterator[Any]:
-    """A pair of axes to draw on, written as an SVG: the same bytes for the same figures."""
-    matplotlib = require_extra("matplotlib", "plot")
+    """A pair of axes to draw on, and then a file."""
     figure_module = require_extra("matplotlib.figure", "plot")
-    with matplotlib.rc_context({"svg.hashsalt": "learning", "svg.fonttype": "none"}):
-        figure = figure_module.Figure(figsize=(7.5, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        yield axes
-        axes.grid(alpha=0.3)
-        axes.legend()
-        with atomic_writer(path) as file:
-            figure.savefig(file, format="svg", metadata={"Date": None})
+    figure = figure_module.Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    yield axes
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_picture(figure, path)
 
 
 def has(*names: str, answer: str | None = None) -> Callable[[Results], bool]:

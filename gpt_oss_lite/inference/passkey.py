@@ -20,12 +20,12 @@ from gpt_oss_lite.inference.generate import covering_scale, forbidden_ids, prefi
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import compute_dtype
 from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.pictures import save_picture
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.evaluation import evaluating
 from gpt_oss_lite.training.knobs import autocast
 from shared_data.console import ProgressReporter, progress
 from shared_data.errors import UserError, require_extra
-from shared_data.files import atomic_writer
 from shared_data.passkeys import NEEDLE, QUESTION, draw_evaluation_key
 from shared_data.tokenizer import Tokenizer
 
@@ -263,8 +263,7 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     for (row, column), value in np.ndenumerate(accuracy):
         axes.text(column, row, f"{value:.0%}", ha="center", va="center", color="black" if value > 0.6 else "white")
     figure.colorbar(image, label="keys found")
-    with atomic_writer(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
+    save_picture(figure, path)
 
 
 def check_picture(path: Path) -> None:
