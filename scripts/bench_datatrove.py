@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
@@ -75,5 +76,22 @@ def main(source: str, output: str, tokenizer: str, words: str = "spacy") -> None
     )
 
 
+def wrong_words(words: list[str]) -> str | None:
+    """What is wrong with the command line; None: nothing."""
+    if not 3 <= len(words) <= 4:
+        return "it takes INPUT.jsonl OUTPUT_FOLDER TOKENIZER.json [spacy | white_space]"
+    if words[3:] and words[3] not in ("spacy", "white_space"):
+        return f"{words[3]}: it must be spacy or white_space"
+    missing = [path for path in (words[0], words[2]) if not Path(path).is_file()]
+    if missing:
+        return f"{missing[0]}: there is no such file"
+    if find_spec("datatrove") is None:
+        return "datatrove is not installed here: see scripts/bench_pipeline.py for an environment that has it"
+    return None
+
+
 if __name__ == "__main__":
+    if wrong := wrong_words(sys.argv[1:]):
+        print(f"error: {wrong}", file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

@@ -25,7 +25,7 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.options import AsJson, print_json
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.knobs import set_knobs
-from shared_data.console import run_app, say
+from shared_data.console import run_app
 from shared_data.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -175,8 +175,7 @@ def bench(
 ) -> int:
     """Measure the product, its peers and the card."""
     if not torch.cuda.is_available():
-        say("no CUDA device: there is nothing to measure here")
-        return 0
+        raise UserError("no CUDA device: there is nothing to measure here")
     if worker is not None:
         print(json.dumps(PEERS[worker]()))
         return 0

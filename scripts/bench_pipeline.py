@@ -1,7 +1,7 @@
 """Speed and memory of cleaning, tokenizing, packing and loading on real text, beside tiktoken, tokenizers, datatrove.
 
     python scripts/bench_pipeline.py --make-corpus bench          # once: fetches Debian's documentation, 230 MB
-    python scripts/bench_pipeline.py --corpus bench/web.jsonl [--megabytes 50 200] [--datatrove PYTHON] [--json]
+    python scripts/bench_pipeline.py --corpus bench/web.jsonl [--megabytes N ...] [--datatrove PYTHON] [--json]
 
 Figures are over the bytes of text that go in, medians of --repeats runs that take turns; ratios are of figures of one
 run of this command. `per core` divides by seconds of processor time. The start of the stages' processes is measured on
@@ -10,7 +10,6 @@ a crumb of text and taken off where that is said. For the comparison with datatr
     python3 -m venv dt && dt/bin/pip install 'datatrove[processing,io]==0.10.1' spacy
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,21 +21,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import needs_packages  # noqa: F401
+import typer
 import yaml
+from debian_packages import fetch_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpt_oss_lite.options import print_json  # noqa: E402
+from gpt_oss_lite.options import AsJson, print_json  # noqa: E402
 from shared_data.config.quality import WebRules  # noqa: E402
+from shared_data.console import run_app  # noqa: E402
+from shared_data.errors import UserError  # noqa: E402
 from shared_data.html import text_of_html  # noqa: E402
 from shared_data.measures import LineRules, measure, measure_plainly  # noqa: E402
 from shared_data.rules import RuleSetCheck  # noqa: E402
 from shared_data.tokenizer import load_tokenizer  # noqa: E402
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 PACKAGES = (
     "rust-doc", "petsc3.18-doc", "python3.11-doc", "python-scipy-doc", "python-sympy-doc", "python-django-doc",
     "python-pandas-doc", "python-sklearn-doc", "linux-doc-6.1", "cppreference-doc-en-html",
@@ -50,10 +54,7 @@ WINDOW = 4096
 
 def make_corpus(folder: Path) -> Path:
     """Fetch and unpack the packages (nothing is installed), and extract their pages in random order."""
-    (folder / "packages").mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", *PACKAGES], cwd=folder / "packages", check=True)
-    for package in (folder / "packages").glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", package, folder / "files"], check=True)
+    fetch_packages(folder, PACKAGES)
     pages = [path for path in sorted((folder / "files").rglob("*.html")) if not path.is_symlink()]
     random.Random(1).shuffle(pages)
     corpus = folder / "web.jsonl"
@@ -268,7 +269,17 @@ def bench_datatrove(python: str, corpus: Path, n_bytes: int, folder: Path, words
     return found
 
 
-def bench(corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
+class Options(NamedTuple):
+    """See `main`."""
+
+    megabytes: list[float]
+    datatrove: str | None
+    datatrove_megabytes: float
+    repeats: int
+    scratch: Path | None
+
+
+def bench(corpus: Path, options: Options) -> dict[str, Any]:
     """All measurements."""
     found: dict[str, Any] = {"encoders": bench_encoders(corpus), "rules": bench_rules(corpus)}
     with tempfile.TemporaryDirectory(dir=options.scratch) as name:
@@ -325,25 +336,40 @@ def show(found: dict[str, Any]) -> None:
         print(f"| ours, with duplicates and packing | {ours['mb_per_cpu_s']:.1f} | {ours['rss_mb']:.0f} MB | |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--make-corpus", type=Path, metavar="FOLDER", help="fetch and extract the corpus, and stop")
-    parser.add_argument("--corpus", type=Path, help="JSON lines with id and text")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[50, 200], help="sizes of the pipeline's input")
-    parser.add_argument("--datatrove", metavar="PYTHON", help="interpreter of an environment with datatrove")
-    parser.add_argument("--datatrove-megabytes", type=float, default=30, help="size of the input for the comparison")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the stages, of which the medians count")
-    parser.add_argument("--scratch", type=Path, help="folder for what is written meanwhile, some 2 GB")
-    parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
-    options = parser.parse_args()
-    if options.make_corpus:
-        print(make_corpus(options.make_corpus))
-    elif options.corpus:
-        found = bench(options.corpus, options)
-        print_json(found) if options.json else show(found)
-    else:
-        parser.error("give --corpus, or --make-corpus once")
+@app.command()
+def main(
+    fetch_into: Annotated[
+        Path | None, typer.Option("--make-corpus", metavar="FOLDER", help="Fetch and extract the corpus, and stop.")
+    ] = None,
+    corpus: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines with id and text.")] = None,
+    megabytes: Annotated[
+        list[float] | None, typer.Option(min=0.1, help="Size of the input; may be repeated. Default: 50 and 200.")
+    ] = None,
+    datatrove: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="Interpreter of an environment with datatrove.")
+    ] = None,
+    datatrove_megabytes: Annotated[float, typer.Option(min=0.1, help="Size of the input for the comparison.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the stages, of which the medians count.")] = 3,
+    scratch: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where files lie meanwhile, some 2 GB. Default: the system's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure speed and memory of the pipeline on real text."""
+    if fetch_into is not None:
+        print(make_corpus(fetch_into))
+        return
+    if corpus is None:
+        raise UserError("--corpus is missing: name a file of JSON lines (--make-corpus FOLDER makes one, once)")
+    if not corpus.is_file():
+        raise UserError(f"--corpus {corpus}: there is no such file; --make-corpus FOLDER makes one")
+    if scratch is not None and not scratch.is_dir():
+        raise UserError(f"--scratch {scratch}: there is no such folder")
+    if datatrove is not None and shutil.which(datatrove) is None:
+        raise UserError(f"--datatrove {datatrove}: there is no such program")
+    found = bench(corpus, Options(megabytes or [50, 200], datatrove, datatrove_megabytes, repeats, scratch))
+    print_json(found) if as_json else show(found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_app(app, prog_name="bench_pipeline.py"))

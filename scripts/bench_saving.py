@@ -7,14 +7,15 @@ A model of about so many parameters is built with the shape of the shipped recip
 one AdamW step, and is saved as the training loop saves it.
 """
 
-import argparse
 import statistics
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import needs_packages  # noqa: F401
 import torch
+import typer
 
 from gpt_oss_lite.config import ModelConfig, TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
@@ -23,6 +24,10 @@ from gpt_oss_lite.training.disk import checkpoint_bytes
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.saving import Saver
+from shared_data.console import run_app
+from shared_data.errors import UserError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def config_of(parameters: float) -> ModelConfig:
@@ -33,15 +38,17 @@ def config_of(parameters: float) -> ModelConfig:
     return ModelConfig(**base, n_layers=max(1, round((parameters - one) / (two - one)) + 1))
 
 
-def main() -> None:
-    """Measure and print one line a save, and the medians."""
-    parser = argparse.ArgumentParser(description="Measure how long training waits for a checkpoint.")
-    parser.add_argument("--parameters", type=float, default=50e6, help="about how many (default 50e6)")
-    parser.add_argument("--saves", type=int, default=4, help="saves to measure (default 4)")
-    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
-    options = parser.parse_args()
+@app.command()
+def bench(
+    parameters: Annotated[float, typer.Option(min=1, help="Of the model, about.")] = 50e6,
+    saves: Annotated[int, typer.Option(min=1, help="Saves to measure.")] = 4,
+    folder: Annotated[Path | None, typer.Option(help="Where to write. Default: the system's temporary folder.")] = None,
+) -> None:
+    """Measure how long training waits for a checkpoint: one line a save, and the median."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--folder {folder}: there is no such folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPTOSS(config_of(options.parameters)).to(device)
+    model = GPTOSS(config_of(parameters)).to(device)
     training = TrainingConfig(warmup_steps=1, total_steps=10)
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
@@ -51,10 +58,10 @@ def main() -> None:
     size = checkpoint_bytes(model.num_parameters())
     print(f"{model.num_parameters() / 1e6:.1f} M parameters on {device}, {size / 1e9:.3f} GB a checkpoint")
     shares = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        saver = Saver(CheckpointManager(folder, keep=1))
+    with tempfile.TemporaryDirectory(dir=folder) as checkpoints:
+        saver = Saver(CheckpointManager(checkpoints, keep=1))
         saver.reserve(model, optimizer)
-        for save in range(options.saves):
+        for save in range(saves):
             waited = saver.save(model, optimizer, save + 1, scheduler, {})
             (outcome,) = saver.drain()
             assert outcome.error is None, outcome.error
@@ -67,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_app(app, prog_name="bench_saving.py"))

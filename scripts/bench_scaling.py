@@ -7,8 +7,9 @@
 Each row is the command that one would type (training/pretrain.py, under torchrun where there are several ranks), on
 random tokens: the recipe on one GPU; on N with as many tokens a step for each of them; on N with the recipe's tokens a
 step, shared. A further run is profiled: how long the exchange of gradients takes, and how much of it runs beside
-nothing else. Without CUDA the ranks are processes on the CPU that talk through gloo, which shows that the script works
-and nothing more. Exit code 1 when the first ratio is below --at-least, or a run fails.
+nothing else. Without CUDA a small recipe is run by processes on the CPU that talk through gloo, which shows that the
+script works and nothing more; a large one is refused. Exit code 1 when the first ratio is below --at-least, or a run
+fails.
 """
 
 import gzip
@@ -30,7 +31,7 @@ import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Overrides, print_json
-from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
+from gpt_oss_lite.training.flops import device_peak_flops, flops_per_token, format_mfu, mfu
 from gpt_oss_lite.training.layout import check_windows
 from gpt_oss_lite.training.profiling import WARMUP_STEPS
 from shared_data.console import run_app, say
@@ -40,6 +41,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 ROOT = Path(__file__).resolve().parents[1]
 READINGS = 3
 PROFILED = 3
+CPU_TFLOP = 1.0
+"""Largest step of a recipe, in 10^12 operations, where there is no GPU: some seconds of a few cores."""
 
 Interval = tuple[float, float]
 
@@ -75,6 +78,7 @@ def bench(
     count = ranks_to_use(ranks)
     recipe = load_recipe(config, overrides or ())
     if not on_cuda:
+        check_small(config, recipe)
         say("no CUDA device: the ranks are processes on the CPU, and the figures say nothing about GPUs")
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +101,21 @@ def bench(
         print_exchange(exchange)
     shared = next(one for one in results if one["ranks"] > 1)
     return 0 if shared["ratio"] >= at_least else 1
+
+
+def check_small(config: Path, recipe: Recipe) -> None:
+    """See that processes on the CPU are done with a recipe in minutes.
+
+    Raises:
+        UserError: they are not.
+    """
+    tokens = recipe.training.windows_per_step * recipe.model.max_seq_len
+    tflop = tokens * flops_per_token(recipe.model, recipe.model.max_seq_len) / 1e12
+    if tflop > CPU_TFLOP:
+        raise UserError(
+            f"no CUDA device, and a step of {config} is {tflop:,.0f} TFLOP, hours of a CPU: name a recipe of at most "
+            f"{CPU_TFLOP:g} TFLOP a step, such as --config quickstart"
+        )
 
 
 def ranks_to_use(asked: int | None) -> int:

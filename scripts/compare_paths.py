@@ -17,7 +17,8 @@ import typer
 
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
-from shared_data.console import run_app, say
+from shared_data.console import run_app
+from shared_data.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 LAST = 50
@@ -33,8 +34,7 @@ def compare(
 ) -> int:
     """Train twice and compare the losses."""
     if not torch.cuda.is_available():
-        say("no CUDA device: the fast path is for CUDA, there is nothing to compare")
-        return 0
+        raise UserError("no CUDA device: the fast path is for CUDA, there is nothing to compare")
     losses = {}
     for name, backend in (("reference", "reference"), ("fast", "auto")):
         settings = [

@@ -47,6 +47,7 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For the recipe.")] = None,
 ) -> int:
     """Walk from raw text to samples; the options make it smaller."""
+    load_recipe(RECIPE, overrides or [])  # what is wrong with it is said before minutes of preparation
     started, commands = time.monotonic(), Commands()
     went_on = DATA.exists() or RUN.exists()
     with PeakMemory() as memory:

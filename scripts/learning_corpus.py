@@ -36,6 +36,7 @@ from typing import Annotated
 
 import needs_packages  # noqa: F401
 import typer
+from debian_packages import fetch_packages
 
 from shared_data.console import progress, run_app, say
 from shared_data.errors import UserError
@@ -177,10 +178,7 @@ Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where the packages ar
 @app.command()
 def fetch(folder: Folder) -> None:
     """Download the packages and unpack them; nothing is installed, and no rights are needed."""
-    (folder / "packages").mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", *PACKAGES], cwd=folder / "packages", check=True)
-    for package in sorted((folder / "packages").glob("*.deb")):
-        subprocess.run(["dpkg-deb", "-x", package, folder / "files"], check=True)
+    fetch_packages(folder, PACKAGES)
 
 
 @app.command()
@@ -244,7 +242,8 @@ def clean(work: Path) -> None:
         module = f"shared_data.scripts.{stage}"
         options: list[str | Path] = ["--mixture", mixture, "--data-config", config, "--data-root", work / "data"]
         command: list[str | Path] = [sys.executable, "-m", module, *options]
-        subprocess.run(command, check=True)
+        if code := subprocess.run(command, check=False).returncode:
+            raise UserError(f"the stage {stage} ended with exit code {code}; see what it said above")
 
 
 def compress(work: Path, source: str, cap: int, out: Path) -> tuple[int, int, int]:

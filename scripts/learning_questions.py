@@ -27,6 +27,7 @@ from gpt_oss_lite.training.evaluation import evaluating
 from gpt_oss_lite.training.knobs import autocast, set_knobs
 from gpt_oss_lite.training.loss import head_token_losses
 from shared_data.console import run_app, say
+from shared_data.errors import UserError
 from shared_data.files import write_atomic
 from shared_data.tokenizer import Tokenizer, load_tokenizer
 
@@ -173,7 +174,13 @@ def ask(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the answers go.", show_default=False)],
 ) -> None:
     """Ask a trained model everything."""
-    write_atomic(out, json.dumps(Questions(checkpoint, json.loads(questions.read_bytes())).answer()))
+    try:
+        asked = json.loads(questions.read_bytes())
+    except ValueError as error:
+        raise UserError(f"--questions {questions} is not JSON ({error})") from None
+    if not isinstance(asked, dict) or not isinstance(asked.get("data"), str):
+        raise UserError(f"--questions {questions}: it must be a mapping with data, the corpus")
+    write_atomic(out, json.dumps(Questions(checkpoint, asked).answer()))
 
 
 if __name__ == "__main__":

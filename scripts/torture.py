@@ -191,6 +191,8 @@ def torture(
     as_json: AsJson = False,
 ) -> int:
     """Kill, damage and fuzz training runs, and print what was lost; exit code 1 if anything was."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--folder {folder}: there is no such folder")
     torch.set_num_threads(1)
     started = time.monotonic()
     result: dict[str, Any] = {}

@@ -5,6 +5,7 @@ What would take hours here runs with `--set` or `--total-tokens` sizes that keep
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import command_line
@@ -13,6 +14,7 @@ import tiny_run
 import torch
 
 from shared_data.console import run_app
+from shared_data.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 FULL, SMOKE = "configs/pretrain_a100_502m.yaml", "configs/pretrain_gpu_smoke.yaml"
@@ -121,11 +123,19 @@ def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
     assert result.stdout.splitlines()[-1].endswith(", 0 failed")
 
 
-@pytest.mark.parametrize("words", [["bench_peers.py"], ["compare_paths.py", "--config", FULL, "--data", "data"]])
+@pytest.mark.parametrize(
+    "words",
+    [["bench_peers.py"], ["compare_paths.py", "--config", FULL, "--data", "data"], ["bench_scaling.py"],
+     ["bench_scaling.py", "--config", FULL, "--set", "training.micro_batch_size=1"]],
+)  # fmt: skip
 def test_what_is_only_for_a_gpu_says_so_in_one_line(words):
-    result = succeed("python", f"scripts/{words[0]}", *words[1:], CUDA_VISIBLE_DEVICES="")
-    assert result.stderr.startswith("no CUDA device: ")
-    assert len(result.stderr.splitlines()) == 1
+    """bench_scaling runs small recipes on the CPU: the described one is 1,603,584,000 FLOP a token."""
+    result = command_line.run("python", f"scripts/{words[0]}", *words[1:], CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: no CUDA device")
+    assert result.stderr.count("\n") == 1
+    if words == ["bench_scaling.py"]:
+        assert "pretrain_h200_502m.yaml is 210 TFLOP" in result.stderr  # 131,072 tokens a step
     assert result.stdout == ""
 
 
@@ -207,6 +217,12 @@ def test_the_test_files_that_the_description_names_hold_tests(words):
     assert "tests collected" in result.stdout
 
 
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="not a Debian")
+def test_a_package_that_cannot_be_fetched_is_one_line_after_what_the_tool_says(tmp_path):
+    with pytest.raises(UserError, match=r"^apt-get download ended with exit code \d+ in "):
+        load("debian_packages").fetch_packages(tmp_path, ["no-such-package-anywhere"])
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
 def test_a_wrong_option_of_a_script_is_one_line(script):
     if "run_app" not in (ROOT / "scripts" / script).read_text():
@@ -215,6 +231,36 @@ def test_a_wrong_option_of_a_script_is_one_line(script):
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+# The words of a command that cannot work -> the start of what it says.
+WRONG_WORDS = {
+    "bench_datatrove.py": "it takes INPUT.jsonl OUTPUT_FOLDER TOKENIZER.json",
+    "bench_datatrove.py none.jsonl out none.json": "none.jsonl: there is no such file",
+    "bench_datatrove.py none.jsonl out none.json latin": "latin: it must be spacy or white_space",
+    "bench_datatrove.py README.md out README.md": "datatrove is not installed here",
+    "bench_pipeline.py": "--corpus is missing",
+    "bench_pipeline.py --corpus none.jsonl": "--corpus none.jsonl: there is no such file",
+    "bench_pipeline.py --corpus README.md --scratch none": "--scratch none: there is no such folder",
+    "bench_pipeline.py --corpus README.md --datatrove none": "--datatrove none: there is no such program",
+    "bench_pipeline.py --corpus README.md --repeats 0": "Invalid value for '--repeats'",
+    "bench_saving.py --folder none": "--folder none: there is no such folder",
+    "bench_saving.py --saves 0": "Invalid value for '--saves'",
+    "compare_paths.py --config none": "Missing option '--data'",
+    "demo.py --set training.lr=-1": "--set training.lr=-1: training.lr is -1: it must be greater than 0",
+    "learning_questions.py --checkpoint none --questions none --out none": "none: No such file or directory",
+    "learning_questions.py --checkpoint none --questions README.md --out none": "--questions README.md is not JSON",
+    "torture.py --folder none --kills 1 --fuzz 0 --no-faults": "--folder none: there is no such folder",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_WORDS)
+def test_words_that_cannot_work_are_one_line(words):
+    result = command_line.run("python", *f"scripts/{words}".split(), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {WRONG_WORDS[words]}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.config.unread import unread_keys
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
 from shared_data.console import count_of, describe
 from shared_data.errors import UserError
@@ -183,6 +184,8 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     if (workers := training.num_workers) > (cores := len(os.sched_getaffinity(0))):
         text = f"training.num_workers is {workers}: more loader workers than the machine has cores ({cores})"
         yield Finding("config", NOTICE, text)
+    for line in unread_keys(recipe, ranks):
+        yield Finding("config", NOTICE, line)
     if training.fp8_head:
         check_fp8_head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

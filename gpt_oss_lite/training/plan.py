@@ -8,6 +8,7 @@ from typing import Any
 
 from gpt_oss_lite.config import Recipe
 from gpt_oss_lite.config.recipe import load_recipe
+from gpt_oss_lite.config.unread import unread_keys
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
@@ -114,6 +115,8 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
         check_corpus_unchanged(folder, corpus, options.allow_changed)
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
+    for line in unread_keys(recipe, ranks.size):
+        say(f"warning: {line}")
     check_room(folder, recipe, options.max_steps)
     return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step, ranks)
 

@@ -63,6 +63,20 @@ def test_what_would_lose_the_run_is_fatal(prepared, capsys, words, check, said):
     assert said in findings[check, "fatal"]
 
 
+def test_a_key_without_effect_is_noticed(prepared, capsys):
+    code, findings = examine(prepared, capsys, "--set", "training.muon_momentum=0.9")
+    assert code == 0
+    assert findings["config", "notice"].startswith("training.muon_momentum is 0.9, without effect: ")
+
+
+def test_a_run_says_once_at_its_start_which_keys_have_no_effect(prepared, capsys):
+    words = ["pretrain", "--config", str(prepared / "tiny.yaml"), "--out", str(prepared / "muon"), "--max-steps", "1"]
+    assert run_app(cli.app, [*words, "--set", "training.muon_momentum=0.9"]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
+        "warning: training.muon_momentum is 0.9, without effect: training.optimizer is adamw, it would have to be muon"
+    ]
+
+
 def test_more_loader_workers_than_cores_are_noticed(prepared, capsys):
     _, findings = examine(prepared, capsys, "--set", "training.num_workers=100000")
     assert "training.num_workers is 100000: more loader workers than" in findings["config", "notice"]

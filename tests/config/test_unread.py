@@ -1,0 +1,72 @@
+"""Keys that are set and have no effect are named, with what would give them one; all others are not."""
+
+from pathlib import Path
+
+import pytest
+
+from gpt_oss_lite.config import Recipe, load_recipe
+from gpt_oss_lite.config.shipped import shipped_recipes
+from gpt_oss_lite.config.unread import unread_keys
+from shared_data.yaml_files import parse_yaml
+
+MUON = "training.muon_momentum is 0.9, without effect: training.optimizer is adamw, it would have to be muon"
+
+
+def recipe_of(*settings: str) -> Recipe:
+    """Of `block.key=value` each."""
+    content = {"model": {}, "training": {}, "data": {"train_data_path": "corpus"}}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        block, name = key.split(".")
+        content[block][name] = parse_yaml(value, setting)
+    return Recipe.model_validate(content)
+
+
+# The key that is set, what switches it off where it is not the defaults that do, and what gives it effect.
+PAIRS = [
+    ("training.muon_momentum=0.9", (), "training.optimizer=muon"),
+    ("training.min_lr_ratio=0.1", ("training.schedule=constant",), "training.schedule=wsd"),
+    ("training.gradient_bucket_mb=50", ("training.parallelism=fsdp",), "training.parallelism=ddp"),
+    ("training.compile_mode=max-autotune", (), "training.compile=true"),
+    ("training.grad_checkpoint_every=2", (), "training.grad_checkpoint=true"),
+    ("training.nan_guard_max_consecutive=9", ("training.nan_guard=false",), "training.nan_guard=true"),
+    ("training.nan_guard_max_rollbacks=9", ("training.nan_guard=false",), "training.nan_guard=true"),
+    ("training.nan_guard_lr_factor=0.5", ("training.nan_guard=false",), "training.nan_guard=true"),
+    ("training.nan_guard_lr_steps=9", (), "training.nan_guard_lr_factor=0.5"),
+    ("training.spike_window=9", ("training.spike_zscore=0",), "training.spike_zscore=6"),
+    ("training.eval_windows=9", (), "training.eval_interval=5"),
+    ("data.validation_data_path=held-out", (), "training.eval_interval=5"),
+    ("training.wandb_project=mine", (), "training.wandb=offline"),
+]
+
+
+@pytest.mark.parametrize(("setting", "off", "on"), PAIRS)
+def test_a_key_without_effect_is_named_with_what_would_give_it_one(setting, off, on):
+    (line,) = unread_keys(recipe_of(*off, setting), ranks=2)
+    key, _, value = setting.partition("=")
+    switch = on.partition("=")[0]
+    assert line.startswith(f"{key} is {value}, without effect: {switch} is ")
+    assert unread_keys(recipe_of(*off, setting, on), ranks=2) == []
+    assert unread_keys(recipe_of(*off), ranks=2) == []
+
+
+def test_the_line_says_key_value_and_what_is_allowed():
+    assert unread_keys(recipe_of("training.muon_momentum=0.9"), ranks=1) == [MUON]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("aux_loss_scope", "ranks"), ("parallelism", "fsdp"), ("expert_parallel_size", "4"), ("gradient_bucket_mb", "50"),
+     ("distributed_timeout_s", "30.0")],
+)  # fmt: skip
+def test_what_is_for_several_ranks_has_no_effect_on_one(setting, value):
+    recipe = recipe_of(f"training.{setting}={value}")
+    assert unread_keys(recipe, ranks=1) == [
+        f"training.{setting} is {value}, without effect: the number of ranks is 1, it would have to be 2 or more"
+    ]
+    assert unread_keys(recipe, ranks=4) == []
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_a_shipped_recipe_sets_nothing_in_vain(name):
+    assert unread_keys(load_recipe(Path(name)), ranks=8) == []
