@@ -4,8 +4,9 @@
 
 A step's meta is copied last, so a step that is there with its meta is whole. What a failed or killed copy left out is
 copied with the next checkpoint: meta_step_N.json.part says which state of the step the files there belong to, and those
-in the right size are not copied again. Any store that fsspec knows will do: the libraries of s3://, gs:// and others
-are installed besides.
+in the right size are not copied again. Of a step that has changed its form here (`checkpoints consolidate`) the former
+files go when the new ones are there. Any store that fsspec knows will do: the libraries of s3://, gs:// and others are
+installed besides.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
+from gpt_oss_lite.training.checkpoint_names import step_of
 from gpt_oss_lite.training.disk import kept_steps
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
 from shared_data.console import progress, say
@@ -20,6 +22,7 @@ from shared_data.errors import UserError, require_extra
 from shared_data.files import atomic_writer, fsync_folder
 
 RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "events.jsonl")
+PART_SUFFIX = ".part"
 BLOCK_BYTES = 16 * 2**20
 
 
@@ -82,6 +85,7 @@ class Mirror:
                 self._put(self._folder / name, name)
         copied = [step for step in manager.list_checkpoints() if self._push_step(manager, step, step in there)]
         self._prune(manager)
+        self._remove_leftovers(copied)
         return copied
 
     def _push_step(self, manager: CheckpointManager, step: int, there: bool) -> bool:
@@ -91,15 +95,16 @@ class Mirror:
         if self._content(name) == content and there:
             return False
         self._remove(name)
-        fresh = self._content(f"{name}.part") != content
+        part = f"{name}{PART_SUFFIX}"
+        fresh = self._content(part) != content
         if fresh:
-            self._put(meta, f"{name}.part")
+            self._put(meta, part)
         for path in files:
             place = f"{CHECKPOINTS}/{path.relative_to(manager.folder).as_posix()}"
             if fresh or self._size(place) != path.stat().st_size:
                 self._put(path, place)
         self._put(meta, name)
-        self._remove(f"{name}.part")
+        self._remove(part)
         return True
 
     def fetch(self, step: int, manager: CheckpointManager) -> None:
@@ -162,6 +167,24 @@ class Mirror:
             names = json.loads(self._content(meta) or b"{}").get("files", {})
             for name in (meta, *(f"{CHECKPOINTS}/{name}" for name in names)):
                 self._remove(name)
+
+    def _remove_leftovers(self, copied: list[int]) -> None:
+        """Delete the form of a copied step that this copy has replaced (shards, where it is one file now), and what is
+        left of steps that have no meta there: of a copy or a deletion that was killed, and not gone on with."""
+        self._store.invalidate_cache()
+        place = f"{self._root}/{CHECKPOINTS}"
+        by_step: dict[int | None, set[str]] = {}
+        for path in self._store.find(place):
+            name = path.rpartition(f"/{CHECKPOINTS}/")[2]
+            by_step.setdefault(step_of(name.partition("/")[0].removesuffix(PART_SUFFIX)), set()).add(name)
+        by_step.pop(None, None)
+        for step, names in by_step.items():
+            meta = f"meta_step_{step}.json"
+            if meta in names and step not in copied:
+                continue
+            parts = {meta, *json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b"{}").get("files", {})}
+            for name in names - parts:
+                self._remove(f"{CHECKPOINTS}/{name}")
 
 
 def bring_back(mirror: Mirror, folder: Path, step: int | None) -> None:

@@ -16,7 +16,7 @@ from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
-from gpt_oss_lite.training.sharded import save_shards
+from gpt_oss_lite.training.sharded import consolidate, save_shards
 from shared_data.errors import UserError
 
 
@@ -145,14 +145,95 @@ def test_nothing_to_go_on_with_here_or_there_is_one_line(options):
     assert not options.out.exists()
 
 
-def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
-    run, model = tmp_path / "run", GPTOSS(ModelConfig(**tiny_run.MODEL))
-    training = TrainingConfig()
+def save_in_shards(manager, *steps):
+    """Checkpoints of an untrained model, as the ranks of a sharded one write them, one after another."""
+    model, training = GPTOSS(ModelConfig(**tiny_run.MODEL)), TrainingConfig()
     optimizer = make_optimizer(model, training)
-    manager = CheckpointManager(run / "checkpoints", keep=1)
-    mirror = Mirror(url, run)
-    for step in (1, 2):
-        save_shards(manager, model, optimizer, step, make_scheduler(optimizer, training), {}, Ranks())
+    model_keys = {"model": ModelConfig(**tiny_run.MODEL).model_dump()}
+    for step in steps:
+        save_shards(manager, model, optimizer, step, make_scheduler(optimizer, training), model_keys, Ranks())
+        yield step
+
+
+def checkpoint_files(url):
+    """Content of the copy's files by their path in checkpoints/."""
+    return {name.partition("checkpoints/")[2]: text for name, text in stored(url).items() if "checkpoints/" in name}
+
+
+def local_files(manager):
+    paths = (path for path in manager.folder.rglob("*") if path.is_file())
+    return {path.relative_to(manager.folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_a_step_that_is_made_one_file_here_is_one_there_and_its_shards_are_gone(url, tmp_path):
+    run = tmp_path / "run"
+    manager, mirror = CheckpointManager(run / "checkpoints", keep=3), Mirror(url, run)
+    assert [mirror.push(manager) for _ in save_in_shards(manager, 1, 2)] == [[1], [2]]
+    shards = {name: text for name, text in checkpoint_files(url).items() if name.startswith("shards_step_2/")}
+    assert shards
+    consolidate(manager, 2)
+    assert mirror.push(manager) == [2]
+    assert checkpoint_files(url) == local_files(manager)
+    assert mirror.push(manager) == []
+    assert mirror.steps() == [1, 2]
+    other = CheckpointManager(tmp_path / "other/checkpoints")
+    mirror.fetch(2, other)
+    assert (other.newest_good(), other.is_sharded(2)) == (2, False)
+
+
+def test_a_copy_of_the_other_form_that_was_killed_is_finished_and_leaves_nothing_besides(url, tmp_path, monkeypatch):
+    """Killed after each of the copy's files in turn: no step is half of one form and half of the other."""
+    run = tmp_path / "run"
+    manager, mirror = CheckpointManager(run / "checkpoints", keep=3), Mirror(url, run)
+    for _ in save_in_shards(manager, 1, 2):
+        mirror.push(manager)
+    consolidate(manager, 2)
+    put, left = Mirror._put, [0]
+
+    def dying(self, path, name):
+        if "checkpoints/" in name:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        put(self, path, name)
+
+    monkeypatch.setattr(Mirror, "_put", dying)
+    for at in range(3):
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            mirror.push(manager)
+        assert mirror.steps() == [1]
+    left[0] = 100
+    assert mirror.push(manager) == [2]
+    assert checkpoint_files(url) == local_files(manager)
+
+
+def test_what_a_killed_copy_left_of_a_step_that_is_gone_here_is_deleted(url, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    manager, mirror = CheckpointManager(run / "checkpoints", keep=1), Mirror(url, run)
+    saved = save_in_shards(manager, 1, 2)
+    put = Mirror._put
+
+    def dying(self, path, name):
+        if name.endswith("meta_step_1.json"):
+            raise KeyboardInterrupt
+        put(self, path, name)
+
+    next(saved)
+    with monkeypatch.context() as patched:
+        patched.setattr(Mirror, "_put", dying)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.push(manager)
+    assert any("step_1" in name for name in checkpoint_files(url))
+    next(saved)
+    assert mirror.push(manager) == [2]
+    assert checkpoint_files(url) == local_files(manager)
+
+
+def test_a_step_in_shards_is_copied_once_and_comes_back(url, tmp_path):
+    run = tmp_path / "run"
+    manager, mirror = CheckpointManager(run / "checkpoints", keep=1), Mirror(url, run)
+    for step in save_in_shards(manager, 1, 2):
         assert mirror.push(manager) == [step]
         assert mirror.push(manager) == []
     assert mirror.steps() == [2]
