@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 BULLETS = "•-"
@@ -164,27 +165,33 @@ def _small(text: str) -> str:
     return re.sub("[A-Z]+", lambda run: run[0].lower(), text)
 
 
-def measure_plainly(text: str, line_rules: LineRules, short_line_chars: int) -> Measured:
-    """`measure`, readable and slow."""
-    words = text.split()
-    lines: list[str] = []
-    paragraphs: list[list[str]] = [[]]
+def _lines_and_paragraphs(text: str) -> tuple[list[str], list[str]]:
+    """Lines that are not empty, without the space around them, and the runs of them between empty ones."""
+    lines = [line.strip() for line in text.split("\n")]
+    runs = groupby(lines, key=bool)
+    return [line for line in lines if line], ["\n".join(run) for is_text, run in runs if is_text]
+
+
+def _kept_and_dropped(text: str, line_rules: LineRules) -> tuple[list[str], list[tuple[int, int]]]:
+    """Lines that the rules keep, and where in the text those lie that they drop."""
     kept: list[str] = []
     dropped: list[tuple[int, int]] = []
     start = 0
     for whole in text.split("\n"):
         line, end = whole.strip(), min(start + len(whole) + 1, len(text))
-        if not line:
-            paragraphs.append([])
-        else:
-            lines.append(line)
-            paragraphs[-1].append(line)
-            if drops_line(line, line_rules):
-                dropped.append((start, end))
-            else:
-                kept.append(line)
+        if line and drops_line(line, line_rules):
+            dropped.append((start, end))
+        elif line:
+            kept.append(line)
         start = end
-    blocks = ["\n".join(block) for block in paragraphs if block]
+    return kept, dropped
+
+
+def measure_plainly(text: str, line_rules: LineRules, short_line_chars: int) -> Measured:
+    """`measure`, readable and slow."""
+    words = text.split()
+    lines, blocks = _lines_and_paragraphs(text)
+    kept, dropped = _kept_and_dropped(text, line_rules)
     duplicate_lines, duplicate_line_chars = _duplicates(lines)
     duplicate_paragraphs, duplicate_paragraph_chars = _duplicates(blocks)
     measures = Measures(

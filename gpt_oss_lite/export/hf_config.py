@@ -81,9 +81,13 @@ def model_json(config: ModelConfig, layout: Layout, special_ids: dict[str, int])
             "swiglu_alpha": CLAMP_ALPHA,
             "swiglu_limit": CLAMP_LIMIT,
         }
+    return content | _keys_of_our_own(config)
+
+
+def _keys_of_our_own(config: ModelConfig) -> dict[str, Any]:
+    """What config.json has besides where the model is not stock gpt-oss: the file with its code, and its choices."""
     module = MODELING_FILE.removesuffix(".py")
     return {
-        **content,
         "auto_map": {
             "AutoConfig": f"{module}.GPTOSSLiteConfig",
             "AutoModel": f"{module}.GPTOSSLiteModel",
@@ -122,39 +126,7 @@ def config_from_stock(content: dict[str, Any], path: str, vocab_size: int | None
     _check_stock(content, path)
     rope = _rope_of(content, path)
     try:
-        scale = float(rope.get("factor", 1.0)) if rope["rope_type"] == "yarn" else 1.0
-        context = int(content.get("max_position_embeddings", 131072))
-        original = int(rope.get("original_max_position_embeddings", context / scale)) if scale > 1 else context
-        windowed = "sliding_attention" in content.get("layer_types", ["sliding_attention"])
-        rows = content["vocab_size"]
-        keys = {
-            "vocab_size": vocab_size or rows,
-            "padded_vocab_size": rows if vocab_size and vocab_size < rows else None,
-            "d_model": content["hidden_size"],
-            "n_layers": content["num_hidden_layers"],
-            "n_heads": content["num_attention_heads"],
-            "n_kv_heads": content["num_key_value_heads"],
-            "head_dim": content["head_dim"],
-            "norm_eps": content.get("rms_norm_eps", 1e-5),
-            "init_std": content.get("initializer_range", 0.02),
-            "tie_embeddings": content.get("tie_word_embeddings", False),
-            "max_seq_len": original,
-            "window_size": content["sliding_window"] if windowed else None,
-            "attention_bias": content.get("attention_bias", True),
-            "rope_theta": float(rope.get("rope_theta", 150000.0)),
-            "rope_scale": scale,
-            "yarn_scale_factor": scale if scale > 1 else 32.0,
-            "yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
-            "yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
-            "n_experts": content["num_local_experts"],
-            "experts_per_token": content["num_experts_per_tok"],
-            "n_shared_experts": 0,
-            "expert_hidden_size": content["intermediate_size"],
-            "expert_activation": "clamped_swiglu",
-            "router_bias": True,
-            "expert_bias": True,
-        }
-        config = ModelConfig.model_validate(keys)
+        config = ModelConfig.model_validate(_keys_from_stock(content, rope, vocab_size))
     except KeyError as missing:
         raise UserError(f"{path}: the key {missing} is missing") from None
     except ValidationError as error:
@@ -165,6 +137,42 @@ def config_from_stock(content: dict[str, Any], path: str, vocab_size: int | None
     if content.get("layer_types", layer_types(config)) != layer_types(config):
         raise UserError(f"{path}: layer_types must alternate sliding_attention, full_attention from the first layer on")
     return config
+
+
+def _keys_from_stock(content: dict[str, Any], rope: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+    """Our keys and what they are in a stock config.json; a missing or odd one is the caller's to name."""
+    scale = float(rope.get("factor", 1.0)) if rope["rope_type"] == "yarn" else 1.0
+    context = int(content.get("max_position_embeddings", 131072))
+    original = int(rope.get("original_max_position_embeddings", context / scale)) if scale > 1 else context
+    windowed = "sliding_attention" in content.get("layer_types", ["sliding_attention"])
+    rows = content["vocab_size"]
+    return {
+        "vocab_size": vocab_size or rows,
+        "padded_vocab_size": rows if vocab_size and vocab_size < rows else None,
+        "d_model": content["hidden_size"],
+        "n_layers": content["num_hidden_layers"],
+        "n_heads": content["num_attention_heads"],
+        "n_kv_heads": content["num_key_value_heads"],
+        "head_dim": content["head_dim"],
+        "norm_eps": content.get("rms_norm_eps", 1e-5),
+        "init_std": content.get("initializer_range", 0.02),
+        "tie_embeddings": content.get("tie_word_embeddings", False),
+        "max_seq_len": original,
+        "window_size": content["sliding_window"] if windowed else None,
+        "attention_bias": content.get("attention_bias", True),
+        "rope_theta": float(rope.get("rope_theta", 150000.0)),
+        "rope_scale": scale,
+        "yarn_scale_factor": scale if scale > 1 else 32.0,
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+        "n_experts": content["num_local_experts"],
+        "experts_per_token": content["num_experts_per_tok"],
+        "n_shared_experts": 0,
+        "expert_hidden_size": content["intermediate_size"],
+        "expert_activation": "clamped_swiglu",
+        "router_bias": True,
+        "expert_bias": True,
+    }
 
 
 def _check_stock(content: dict[str, Any], path: str) -> None:

@@ -135,12 +135,7 @@ def _estimate(
     block_input = tokens * compute * config.d_model
 
     chunk_tokens = min(setting.loss_chunk_size, tokens)
-    # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
-    # their gradient lies beside them in the compute type where that is another one.
-    logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
-    head_chunk = chunk_tokens * config.embedding_rows * logit
-    if fp8_head:  # the gradient and the head, in 8 bits
-        head_chunk += chunk_tokens * config.embedding_rows + 2 * config.embedding_rows * config.d_model
+    head_chunk = _head_chunk_bytes(config, chunk_tokens, compute, fused, fp8_head)
     head_weight_gradient = config.embedding_rows * config.d_model * FP32
     hidden_gradient = tokens * config.d_model * compute
     # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
@@ -167,6 +162,19 @@ def _estimate(
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
     return MemoryEstimate({name: size for name, size in items.items() if size})
+
+
+def _head_chunk_bytes(
+    config: ModelConfig, chunk_tokens: int, compute: int, fused: "_FusedHalves", fp8_head: bool
+) -> int:
+    """Logits of a chunk and their gradient, and what 8-bit products take besides."""
+    # The Triton kernel's logits are in 16 bits and become their gradient in place; the plain one's are in fp32, and
+    # their gradient lies beside them in the compute type where that is another one.
+    logit = compute if fused.head else FP32 + (compute if compute != FP32 else 0)
+    n_bytes = chunk_tokens * config.embedding_rows * logit
+    if fp8_head:  # the gradient and the head, in 8 bits
+        n_bytes += chunk_tokens * config.embedding_rows + 2 * config.embedding_rows * config.d_model
+    return n_bytes
 
 
 class _ParameterCounts(NamedTuple):
