@@ -1,5 +1,6 @@
 """The documentation names only what exists, and what it tells to type works (see doc_commands.py)."""
 
+import ast
 import doctest
 import importlib
 import re
@@ -10,6 +11,8 @@ import pytest
 import yaml
 from doc_commands import Scene, blocks
 from warm_commands import WarmCommands
+
+from gpt_oss_lite.training.run_folder import FREE_ON_RESUME
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
@@ -130,6 +133,33 @@ def test_every_link_inside_the_repository_leads_somewhere(page):
         file = page.parent / path if path else page
         assert file.exists(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def test_the_keys_that_may_change_on_the_way_are_those_of_the_code():
+    text = (ROOT / "docs/training.md").read_text()
+    (sentence,) = re.findall(r"^(`num_workers`[^.]*) may change freely\.", text, re.MULTILINE)
+    assert {f"training.{key}" for key in re.findall(r"`(\w+)`", sentence)} == FREE_ON_RESUME
+
+
+def test_the_events_of_a_run_are_those_that_the_code_writes():
+    text = (ROOT / "docs/training.md").read_text()
+    (cell,) = re.findall(r"^\| `events.jsonl` \| (.*); a history", text, re.MULTILINE)
+    listed = set(re.findall(r"\w+", cell.replace("(once for each process)", ""))) - {"or"}
+    calls = (
+        call
+        for path in (ROOT / "gpt_oss_lite/training").glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "event"
+    )
+    names = {part.value for call in calls for part in kinds_of(call.args[0])}
+    assert listed == names
+
+
+def kinds_of(argument: ast.expr) -> list[ast.Constant]:
+    """The texts that an event's name may be: one, or one of two."""
+    parts = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
+    assert all(isinstance(part, ast.Constant) for part in parts)
+    return parts
 
 
 def test_every_page_is_in_the_readmes_index():

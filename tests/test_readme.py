@@ -78,3 +78,12 @@ def test_every_command_is_in_the_table():
     names = {info.name or info.callback.__name__ for info in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
     assert names == set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+
+
+def test_the_row_of_a_group_names_each_of_its_commands():
+    from gpt_oss_lite.cli import app
+
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE))
+    for group in app.registered_groups:
+        for info in group.typer_instance.registered_commands:
+            assert (info.name or info.callback.__name__) in rows[group.name]
