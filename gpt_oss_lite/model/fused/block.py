@@ -46,6 +46,14 @@ def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype)
     return _why_not(config, device_type, dtype)
 
 
+@cache
+def why_not_fused_embedding(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the embedding is PyTorch's; None where the fused one serves, which is beside a fused half. Arguments: see
+    `_why_not`."""
+    reason = why_not_fused_attention(config, device_type, dtype)
+    return reason and why_not_fused_moe(config, device_type, dtype)
+
+
 def _why_not(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
     """What both halves need.
 
