@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.attention import Attention
 from gpt_oss_lite.model.documents import positions_in_documents
-from gpt_oss_lite.model.fused.block import FusedBlock, why_not_fused_attention, why_not_fused_moe
+from gpt_oss_lite.model.fused.block import (
+    FusedBlock,
+    why_not_fused_attention,
+    why_not_fused_embedding,
+    why_not_fused_moe,
+)
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import Embedding, Linear, RMSNorm, compute_dtype
 from gpt_oss_lite.model.moe import MoE
@@ -138,7 +143,7 @@ class GPTOSS(nn.Module):
         if document_ids_BT is not None and cache is not None:
             raise ValueError("document ids and a cache are given: decoding works on one document per row")
         rotary = self.rotary.tables(self._positions(ids_BT, document_ids_BT, cache))
-        x_BTD = self.embed(ids_BT).to(self._residual_dtype())
+        x_BTD = self._embedded(ids_BT)
         layers = []
         for layer, block in enumerate(self.blocks):
             if self._recomputes(layer):
@@ -193,6 +198,14 @@ class GPTOSS(nn.Module):
             return positions_in_documents(document_ids_BT)
         start = 0 if cache is None else cache.length
         return torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
+
+    def _embedded(self, ids_BT: Tensor) -> Tensor:
+        weight, dtype = self.embed.weight, self._residual_dtype()
+        if why_not_fused_embedding(self.config, weight.device.type, compute_dtype(weight)) is not None:
+            return self.embed(ids_BT).to(dtype)
+        from gpt_oss_lite.model.fused.embedding import fused_embedding  # and with it Triton
+
+        return fused_embedding(ids_BT, weight, dtype)
 
     def _residual_dtype(self) -> torch.dtype:
         name = self.config.residual_dtype

@@ -125,23 +125,34 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients so that their global norm, given, is at most max_norm; 0 or less: leave them."""
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a global norm are divided by so that it is at most max_norm, fp32: the inverse of the factor of
+    PyTorch's clip_grads_with_norm_, with the same 1e-6."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0).to(torch.float32)
 
 
-def update_unless(skip: Tensor, optimizer: Optimizer) -> None:
-    """Step the optimizer unless `skip` (scalar bool on the model's device); a skipped step leaves weights, moments and
-    the optimizer's step counts bitwise as they were.
+def update_unless(skip: Tensor | None, optimizer: Optimizer, norm: Tensor | None = None, max_norm: float = 0.0) -> None:
+    """Clip the gradients and step the optimizer, unless `skip`; a skipped step leaves weights, moments and the
+    optimizer's step counts bitwise as they were.
 
-    Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. On CUDA the fused kernel
-    reads the flag itself, through the attribute, undeclared, that PyTorch's GradScaler uses, so the host does not wait;
-    Muon has no such kernel, and the host waits for the flag.
+    Multiplying the gradients by 0 would not do: NaN x 0 is NaN, and decay would still act. PyTorch's fused kernel reads
+    the flag, and what it divides the gradients by, through the attributes, undeclared, that PyTorch's GradScaler uses:
+    the host does not wait, and clipping is no pass of its own. Muon has no such kernel: the host waits for the flag.
+
+    Args:
+        skip: scalar bool on the model's device; None: never.
+        norm: global norm of the gradients (`gradient_norm`); None: they are left as they are.
+        max_norm: largest norm that they are left with; 0 or less: they are left as they are.
     """
+    norm = norm if max_norm > 0 else None
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.found_inf = None if skip is None else skip.to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.grad_scale = None if norm is None else clipping_divisor(norm, max_norm)  # type: ignore[attr-defined]
         optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif not skip.item():
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        return
+    if norm is not None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if skip is None or not skip.item():
         optimizer.step()

@@ -34,7 +34,7 @@ from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.layout import layout_of
 from gpt_oss_lite.training.loss import IGNORE_INDEX, head_cross_entropy
 from gpt_oss_lite.training.nan_guard import SkippedStep, micro_batch_flags
-from gpt_oss_lite.training.optimizer import clip_gradients, update_unless
+from gpt_oss_lite.training.optimizer import update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
@@ -192,19 +192,19 @@ def train_step(run: Run) -> StepFigures:
         run.ranks, [micro_batch(run, batch, n_valid, last=batch is batches[-1]) for batch in batches]
     )
     run.parallel.after_backward()
-    parameters = list(run.model.parameters())
-    norm = run.parallel.norm(parameters)
+    norm = run.parallel.norm(list(run.model.parameters()))
     ce = figures.ces_A.sum()
     flags_A = run.ranks.any(micro_batch_flags(figures.losses_A, norm))
     spike = run.spikes.observe(state.step + 1, run.position, torch.stack([ce, norm]))
-    clip_gradients(parameters, training.grad_clip, norm)
     lr = set_rate(run)
     if training.nan_guard:
         skip = flags_A.any()
-        update_unless(skip | run.ranks.any(spike) if training.skip_spikes else skip, run.optimizer)
+        if training.skip_spikes:
+            skip = skip | run.ranks.any(spike)
+        update_unless(skip, run.optimizer, norm, training.grad_clip)
         run.guard.record(state.step + 1, run.position, flags_A)
     else:
-        run.optimizer.step()
+        update_unless(None, run.optimizer, norm, training.grad_clip)
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=not run.parallel.keeps_gradients)
     state.step += 1

@@ -209,16 +209,27 @@ def softmax_backward(do, q, k, v, o, lse, state):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="fp32: cuDNN's attention takes 16 bits, which test_fused_on_cuda.py tries")
-@pytest.mark.parametrize("window", [None, 5, 64, 100])
-@pytest.mark.parametrize("has_sink", [False, True])
-def test_attention_and_all_gradients_equal_the_plain_computation(monkeypatch, window, has_sink):
+@pytest.mark.parametrize(
+    ("window", "has_sink", "n_heads", "n_kv", "head_dim"),
+    [
+        *[(window, has_sink, 4, 2, 12) for window in (None, 5, 64, 100) for has_sink in (False, True)],
+        (100, True, 8, 2, 24),  # four query heads to a key head; a head in two tiles
+        (100, True, 3, 1, 20),  # three, of which none can be stacked; a tile with columns outside the head
+        (5, False, 2, 2, 48),
+    ],
+)
+def test_attention_and_all_gradients_equal_the_plain_computation(
+    monkeypatch, window, has_sink, n_heads, n_kv, head_dim
+):
     if DEVICE == "cpu":
         monkeypatch.setattr(fused_attention_module, "causal_attention", softmax_forward)
         monkeypatch.setattr(fused_attention_module, "causal_attention_backward", softmax_backward)
     torch.manual_seed(0)
-    batch, seq_len, width, n_heads, n_kv, head_dim = 2, 131, 40, 4, 2, 12
+    batch, seq_len, width, repeat = 2, 131, 40, n_heads // n_kv
     x, gain = random(batch, seq_len, width), random(width)
-    sink = torch.tensor([0.5, -11.0, 2.0, 16.0], device=DEVICE).requires_grad_() if has_sink else None
+    # Two of them outside of what is clamped.
+    sinks = torch.tensor([0.5, -11.0, 2.0, 16.0, -1.0, 1.0, 3.0, 0.0], device=DEVICE)[:n_heads]
+    sink = sinks.requires_grad_() if has_sink else None
     q_proj, kv_proj = random(n_heads * head_dim, width, scale=0.4), random(2 * n_kv * head_dim, width, scale=0.4)
     o_proj = random(width, n_heads * head_dim)
     angle = torch.outer(torch.arange(seq_len), 0.3 ** torch.arange(head_dim // 2)).to(DEVICE)
@@ -233,7 +244,7 @@ def test_attention_and_all_gradients_equal_the_plain_computation(monkeypatch, wi
         first, second = part.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    q, k, v = turn(q), turn(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    q, k, v = turn(q), turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = q @ k.transpose(2, 3) / head_dim**0.5
     distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)[None, :]
     scores = scores.masked_fill(((distance < 0) | (distance >= (window or 10**9))).to(DEVICE), float("-inf"))

@@ -10,6 +10,7 @@ from syncs import syncs_refused
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.fused.block import FusedBlock
+from gpt_oss_lite.model.fused.embedding import fused_embedding
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.loss import head_cross_entropy
 
@@ -138,6 +139,45 @@ def test_experts_and_every_gradient_are_within_one_percent_of_float64(router, mo
         assert loads[0].tolist() == [0.5, 0.5] + [0.0] * 6
 
 
+@pytest.mark.parametrize("tokens", ["like words", "one id"])
+def test_embedding_and_its_gradient_are_those_of_float64_and_repeat_bit_by_bit(tokens):
+    torch.manual_seed(0)
+    n_rows, width, shape = 128_256, 768, (4, 4096)
+    if tokens == "one id":
+        ids = torch.full(shape, n_rows - 1, device="cuda")
+    else:
+        ids = torch.multinomial(1.0 / torch.arange(1, 50_001, device="cuda"), 4 * 4096, replacement=True).view(shape)
+        ids = ids * 2 + 1  # so that half of the rows, and those at the end, have none
+    weight = torch.randn(n_rows, width, device="cuda", requires_grad=True)
+    upstream = torch.randn(*shape, width, device="cuda").bfloat16()
+    results = []
+    for _ in range(2):
+        poison()
+        rows = fused_embedding(ids, weight, torch.bfloat16)
+        results.append((rows, *torch.autograd.grad(rows, weight, upstream)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    rows, gradient = results[0]
+    assert torch.equal(rows, F.embedding(ids, weight).bfloat16())
+    exact, size = (torch.zeros(n_rows, width, dtype=torch.float64, device="cuda") for _ in range(2))
+    exact.index_add_(0, ids.flatten(), upstream.double().flatten(0, 1))
+    size.index_add_(0, ids.flatten(), upstream.double().abs().flatten(0, 1))
+    assert gradient.dtype == torch.float32
+    assert ((gradient - exact).abs() <= 1e-6 * size).all()  # and so 0 where there was nothing to add
+
+
+def test_embedding_of_more_than_two_to_the_31_elements():
+    width = 4096
+    weight = torch.zeros(2**31 // width + 2, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    ids = torch.tensor([[len(weight) - 1, 0, len(weight) - 2, len(weight) - 1]], device="cuda")
+    with torch.no_grad():
+        weight[-1], weight[-2] = 3.0, 2.0
+    rows = fused_embedding(ids, weight, torch.bfloat16)
+    assert rows[0, :, 0].tolist() == rows[0, :, -1].tolist() == [3.0, 0.0, 2.0, 3.0]
+    (gradient,) = torch.autograd.grad(rows, weight, torch.ones_like(rows))
+    assert gradient[[0, 1, -2, -1], -1].tolist() == [1.0, 0.0, 1.0, 2.0]
+    assert gradient.sum(dtype=torch.float64) == 4 * width
+
+
 def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", torch.bfloat16):
@@ -169,6 +209,29 @@ def test_no_host_sync_whatever_the_routing():
     with syncs_refused():
         losses = [full_step(model, ids)[0] for ids in batches]
     assert torch.stack(losses).tolist() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+def test_the_tied_matrix_gets_the_gradients_of_head_and_embedding(path):
+    """Those of float64 for the embedding's part, from the gradient that reaches the first block."""
+    model = make_model(FUSED.replace(attention_backend=path, moe_dispatch=path))
+    lookups, upstream = [], []
+    model.embed.register_forward_hook(lambda *_: lookups.append(1))
+    ids = torch.randint(0, 500, (2, 513), device="cuda")
+
+    def keep_gradient(_, inputs):
+        inputs[0].register_hook(upstream.append)
+
+    model.blocks[0].register_forward_pre_hook(keep_gradient)
+    tied = full_step(model, ids)[1]
+    assert len(lookups) == (path == "reference")
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
+    full_step(model, ids)
+    exact = torch.zeros(1000, 256, dtype=torch.float64, device="cuda")
+    exact.index_add_(0, ids[:, :-1].flatten(), upstream[-1].double().flatten(0, 1))
+    assert relative_error(model.embed.weight.grad, exact) < 1e-5
+    assert relative_error(tied, model.head.weight.grad.double() + exact) < 1e-2
+    assert tied[500:].abs().max() > 0  # of the head alone
 
 
 @pytest.mark.parametrize("window", [None, 128])

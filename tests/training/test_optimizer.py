@@ -9,7 +9,6 @@ import torch
 from gpt_oss_lite.config import ModelConfig, TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.optimizer import (
-    clip_gradients,
     gradient_norm,
     make_optimizer,
     make_scheduler,
@@ -67,38 +66,64 @@ def device_parameters():
     return [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", device_parameters())
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_skipped_step_leaves_weights_moments_and_counts_bitwise(poison, device):
+def adamw_parameters():
+    """Device, and whether AdamW is fused: the loop has it plain on a CPU, but PyTorch has a fused one there too."""
+    return [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
+
+
+def layer_and_adamw(device, fused, **keys):
     torch.manual_seed(0)
-    layer = torch.nn.Linear(3, 2).to(device)
-    optimizer = make_optimizer(layer, TrainingConfig(weight_decay=0.5))
-    layer(torch.ones(1, 3, device=device)).sum().backward()
+    layer = torch.nn.Linear(37, 5).to(device)
+    if device == "cuda" or not fused:
+        optimizer = make_optimizer(layer, TrainingConfig(**keys))
+        assert bool(optimizer.defaults["fused"]) == fused
+        return layer, optimizer
+    return layer, torch.optim.AdamW(layer.parameters(), fused=True, **keys)
+
+
+@pytest.mark.parametrize(("device", "fused"), adamw_parameters())
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_skipped_step_leaves_weights_moments_and_counts_bitwise(poison, device, fused):
+    layer, optimizer = layer_and_adamw(device, fused, weight_decay=0.5)
+    layer(torch.ones(1, 37, device=device)).sum().backward()
     update_unless(torch.tensor(False, device=device), optimizer)
     weights, state = copy.deepcopy(layer.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     layer.weight.grad[0, 0] = poison
     norm = gradient_norm(layer.parameters())
     assert not norm.isfinite()
-    clip_gradients(layer.parameters(), 1.0, norm)
-    update_unless(~norm.isfinite(), optimizer)
+    update_unless(~norm.isfinite(), optimizer, norm, 1.0)
     assert all(torch.equal(layer.state_dict()[name], weights[name]) for name in weights)
     after = optimizer.state_dict()["state"]
     assert all(torch.equal(after[i][key], state[i][key]) for i in state for key in ("step", "exp_avg", "exp_avg_sq"))
     layer.zero_grad()
-    layer(torch.ones(1, 3, device=device)).sum().backward()
+    layer(torch.ones(1, 37, device=device)).sum().backward()
     update_unless(torch.tensor(False, device=device), optimizer)
     assert not torch.equal(layer.weight, weights["weight"])
 
 
-def test_clipping_scales_to_the_norm_and_can_be_off():
-    layer = torch.nn.Linear(4, 4)
-    layer.weight.grad, layer.bias.grad = torch.full((4, 4), 3.0), torch.zeros(4)
-    norm = gradient_norm(layer.parameters())
-    assert norm.item() == pytest.approx(12.0)
-    clip_gradients(layer.parameters(), 0.0, norm)
-    assert layer.weight.grad[0, 0] == 3.0
-    clip_gradients(layer.parameters(), 1.0, norm)
-    assert gradient_norm(layer.parameters()).item() == pytest.approx(1.0, rel=1e-5)
+@pytest.mark.parametrize("skip", [None, False])
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3, 1.0, 1000.0])
+@pytest.mark.parametrize(("device", "fused"), adamw_parameters())
+def test_steps_with_clipping_are_those_of_pytorchs_clipping_and_adamw_in_float64(device, fused, max_norm, skip):
+    """Norms below and far above the limit: the moments tell which of them were clipped."""
+    keys = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-3, "betas": (0.9, 0.95)}
+    layer, optimizer = layer_and_adamw(device, fused, **keys)
+    exact = copy.deepcopy(layer).double()
+    decay = [group["weight_decay"] for group in optimizer.param_groups for _ in group["params"]]
+    groups = [{"params": [p], "weight_decay": w} for p, w in zip(exact.parameters(), decay, strict=True)]
+    theirs = torch.optim.AdamW(groups, foreach=False, fused=False, **{**keys, "weight_decay": 0.0})
+    for scale in (0.003, 300.0, 1.0, 0.01):
+        for parameter, other in zip(layer.parameters(), exact.parameters(), strict=True):
+            parameter.grad = scale * torch.randn_like(parameter)
+            other.grad = parameter.grad.double()
+        norm = gradient_norm(layer.parameters())
+        if max_norm > 0:
+            torch.nn.utils.clip_grad_norm_(exact.parameters(), max_norm)
+        update_unless(None if skip is None else torch.tensor(skip, device=device), optimizer, norm, max_norm)
+        theirs.step()
+        for parameter, other in zip(layer.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(parameter.double(), other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=1e-6, atol=0)
 
 
 MUON = TrainingConfig(optimizer="muon", lr=0.02, weight_decay=0.1)

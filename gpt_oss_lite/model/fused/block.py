@@ -1,4 +1,4 @@
-"""The two halves of a block on the fused path, and whether a model on a device can take them.
+"""The two halves of a block on the fused path, and whether a model on a device can take them and the fused embedding.
 
 Triton is imported where it is used, since the reference path does without.
 """
@@ -44,6 +44,14 @@ def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype)
         if getattr(config, key) % 8:
             return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of 8"
     return _why_not(config, device_type, dtype)
+
+
+@cache
+def why_not_fused_embedding(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the embedding is PyTorch's; None where the fused one serves, which is beside a fused half. Arguments: see
+    `_why_not`."""
+    reason = why_not_fused_attention(config, device_type, dtype)
+    return reason and why_not_fused_moe(config, device_type, dtype)
 
 
 def _why_not(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:

@@ -1,13 +1,18 @@
 """Causal attention within a short window, with sinks, forward and backward (after Dao, 2023, FlashAttention-2).
 
 A window of 128 tokens is a few blocks of keys, so the whole backward pass of a block of queries, or of keys, runs in
-one program; the sum over the query heads of a key head is made in registers, and the gradients are written straight
-into the rows of the fused projection. The sink starts the running softmax: maximum `sink`, denominator 1, numerator 0.
+one program, and the gradients are written straight into the rows of the fused projection. Query heads that share a key
+head are stacked in one program, which then reads their keys and values once. The sink starts the running softmax:
+maximum `sink`, denominator 1, numerator 0.
+
+A head of 96 is no power of two, and padded to 128 a third of every product would be zeros; so each tile of a head is
+two, LO columns and HI more (64 and 32; HI is 0 where one is enough).
 
 Shapes: B batch, T time, Hq query heads, Hkv key heads, hd head width; qkv is (B * T, (Hq + 2 Hkv) * hd).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,145 +21,233 @@ from torch import Tensor
 
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2
 
-BLOCK = 64
-WARPS = 4
-STAGES = 2
+
+class Tuning(NamedTuple):
+    """How a kernel is cut and launched."""
+
+    heads: int
+    """Query heads of a program, at most; a power of two."""
+    keys: int
+    """Keys of a block."""
+    stages: int
+    """Blocks under way in the loop over them, the one that is computed included."""
+    warps: int
+
+
+QUERIES = 64
+FORWARD = Tuning(heads=2, keys=64, stages=2, warps=8)
+BACKWARD_Q = Tuning(heads=2, keys=64, stages=2, warps=8)
+BACKWARD_KV = Tuning(heads=1, keys=64, stages=2, warps=4)
 LOG2_E = 1 / math.log(2)
 MIN_COLS = 16  # of a tensor core's product; narrower heads are padded with zeros
 
 
 @triton.jit
-def _load_rows(pointer, rows, row_stride, cols, T, HD: tl.constexpr):
-    """Rows of one head, 0 outside the sequence and the head."""
-    mask = (rows[:, None] < T) & (cols[None, :] < HD)
-    return tl.load(pointer + rows[:, None] * row_stride + cols[None, :], mask=mask, other=0.0)
+def _load(pointer, offsets, in_rows, FIRST: tl.constexpr, COLS: tl.constexpr, HD: tl.constexpr):
+    """Columns FIRST to FIRST + COLS of one head's rows, which begin at `offsets`; 0 outside."""
+    cols = FIRST + tl.arange(0, COLS)
+    mask = in_rows[:, None] & (cols[None, :] < HD)
+    return tl.load(pointer + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _probabilities(q, k, q_rows, k_rows, lse, T, scale_log2, W: tl.constexpr):
-    """exp(score - lse) of a block, 0 where a query does not see a key; the log-sum-exp is in base 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    distance = q_rows[:, None] - k_rows[None, :]
-    seen = (distance >= 0) & (distance < W) & (q_rows[:, None] < T)
-    return tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+def _store(pointer, offsets, in_rows, values, FIRST: tl.constexpr, COLS: tl.constexpr, HD: tl.constexpr):
+    """The counterpart of `_load`."""
+    cols = FIRST + tl.arange(0, COLS)
+    mask = in_rows[:, None] & (cols[None, :] < HD)
+    tl.store(pointer + offsets[:, None] + cols[None, :], values.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot(a_lo, a_hi, b_lo, b_hi, HI: tl.constexpr):
+    """a b^T over all columns of a head."""
+    product = tl.dot(a_lo, tl.trans(b_lo), input_precision="ieee")
+    if HI:
+        product = tl.dot(a_hi, tl.trans(b_hi), product, input_precision="ieee")
+    return product
 
 
 @triton.jit
 def _window_forward(
     qkv_ptr, sink_ptr, o_ptr, lse_ptr, T, scale_log2, log2_e, W: tl.constexpr, HAS_SINK: tl.constexpr,
-    N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    batch, head = tl.program_id(1) // N_Q, tl.program_id(1) % N_Q
-    row_stride = (N_Q + 2 * N_KV) * HD
-    q_ptr = qkv_ptr + batch.to(tl.int64) * T * row_stride + head * HD
-    k_ptr = q_ptr + (N_Q + head // (N_Q // N_KV) - head) * HD
-    cols = tl.arange(0, COLS)
+    row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
+    reach: tl.constexpr = (W + BLOCK - 2) // BLOCK + 1
+    batch, first = tl.program_id(1) // (N_Q // HEADS), tl.program_id(1) % (N_Q // HEADS) * HEADS
+    qkv_ptr += batch.to(tl.int64) * T * row_stride
+    k_ptr = qkv_ptr + (N_Q + first // (N_Q // N_KV)) * HD
+    v_ptr = k_ptr + N_KV * HD
     start = tl.program_id(0) * BLOCK
-    q_rows = start + tl.arange(0, BLOCK)
-    q = _load_rows(q_ptr, q_rows, row_stride, cols, T, HD)
+    stacked = tl.arange(0, HEADS * BLOCK)
+    heads, q_rows = first + stacked // BLOCK, start + stacked % BLOCK
+    in_time = q_rows < T
+    q_lo = _load(qkv_ptr, q_rows * row_stride + heads * HD, in_time, 0, LO, HD)
+    q_hi = _load(qkv_ptr, q_rows * row_stride + heads * HD, in_time, LO, HI, HD) if HI else q_lo
     if HAS_SINK:
-        top = tl.zeros([BLOCK], dtype=tl.float32) + tl.load(sink_ptr + head) * log2_e
-        total = tl.full([BLOCK], 1.0, dtype=tl.float32)
+        top = tl.load(sink_ptr + heads).to(tl.float32) * log2_e
+        total = tl.full([HEADS * BLOCK], 1.0, dtype=tl.float32)
     else:
-        top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK], dtype=tl.float32)
-    o = tl.zeros([BLOCK, COLS], dtype=tl.float32)
+        top = tl.full([HEADS * BLOCK], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([HEADS * BLOCK], dtype=tl.float32)
+    o_lo = tl.zeros([HEADS * BLOCK, LO], dtype=tl.float32)
+    o_hi = tl.zeros([HEADS * BLOCK, HI], dtype=tl.float32) if HI else o_lo
     # The block with the queries themselves comes first: each query sees its own key, so `top` is finite from there on.
-    for behind in tl.static_range(0, (W + BLOCK - 2) // BLOCK + 1):
-        k_start = start - behind * BLOCK
-        if k_start >= 0:
-            k_rows = k_start + tl.arange(0, BLOCK)
-            k = _load_rows(k_ptr, k_rows, row_stride, cols, T, HD)
-            v = _load_rows(k_ptr + N_KV * HD, k_rows, row_stride, cols, T, HD)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            distance = q_rows[:, None] - k_rows[None, :]
-            scores = tl.where((distance >= 0) & (distance < W), scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            p = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, axis=1)
-            o = o * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = new_top
-    o_ptrs = o_ptr + ((batch * T + q_rows[:, None]).to(tl.int64) * N_Q + head) * HD + cols[None, :]
-    tl.store(o_ptrs, (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=(q_rows[:, None] < T) & (cols[None, :] < HD))
-    tl.store(lse_ptr + tl.program_id(1) * T + q_rows, top + tl.log2(total), mask=q_rows < T)
+    for behind in tl.range(0, tl.minimum(reach, tl.program_id(0) + 1), num_stages=STAGES):
+        k_rows = start - behind * BLOCK + tl.arange(0, BLOCK)
+        offsets = k_rows * row_stride
+        k_lo = _load(k_ptr, offsets, k_rows < T, 0, LO, HD)
+        v_lo = _load(v_ptr, offsets, k_rows < T, 0, LO, HD)
+        k_hi = _load(k_ptr, offsets, k_rows < T, LO, HI, HD) if HI else k_lo
+        scores = _dot(q_lo, q_hi, k_lo, k_hi, HI) * scale_log2
+        distance = q_rows[:, None] - k_rows[None, :]
+        scores = tl.where((distance >= 0) & (distance < W), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, axis=1)
+        p = p.to(v_lo.dtype)
+        o_lo = tl.dot(p, v_lo, o_lo * shrink[:, None], input_precision="ieee")
+        if HI:
+            v_hi = _load(v_ptr, offsets, k_rows < T, LO, HI, HD)
+            o_hi = tl.dot(p, v_hi, o_hi * shrink[:, None], input_precision="ieee")
+        top = new_top
+    o_ptr += batch.to(tl.int64) * T * N_Q * HD
+    _store(o_ptr, (q_rows * N_Q + heads) * HD, in_time, o_lo / total[:, None], 0, LO, HD)
+    if HI:
+        _store(o_ptr, (q_rows * N_Q + heads) * HD, in_time, o_hi / total[:, None], LO, HI, HD)
+    tl.store(lse_ptr + (batch * N_Q + heads) * T + q_rows, top + tl.log2(total), mask=in_time)
 
 
 @triton.jit
 def _window_backward_q(
     qkv_ptr, sink_ptr, do_ptr, o_ptr, lse_ptr, delta_ptr, dqkv_ptr, dsink_ptr, T, scale, scale_log2, log2_e,
     W: tl.constexpr, HAS_SINK: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr,
-    COLS: tl.constexpr, BLOCK: tl.constexpr,
+    LO: tl.constexpr, HI: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    batch, head = tl.program_id(1) // N_Q, tl.program_id(1) % N_Q
-    row_stride = (N_Q + 2 * N_KV) * HD
-    q_offset = batch.to(tl.int64) * T * row_stride + head * HD
-    k_ptr = qkv_ptr + q_offset + (N_Q + head // (N_Q // N_KV) - head) * HD
-    o_offset = (batch.to(tl.int64) * T * N_Q + head) * HD
-    cols = tl.arange(0, COLS)
+    row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
+    reach: tl.constexpr = (W + BLOCK - 2) // BLOCK + 1
+    batch, first = tl.program_id(1) // (N_Q // HEADS), tl.program_id(1) % (N_Q // HEADS) * HEADS
+    qkv_ptr += batch.to(tl.int64) * T * row_stride
+    dqkv_ptr += batch.to(tl.int64) * T * row_stride
+    do_ptr += batch.to(tl.int64) * T * N_Q * HD
+    o_ptr += batch.to(tl.int64) * T * N_Q * HD
+    k_ptr = qkv_ptr + (N_Q + first // (N_Q // N_KV)) * HD
+    v_ptr = k_ptr + N_KV * HD
     start = tl.program_id(0) * BLOCK
-    q_rows = start + tl.arange(0, BLOCK)
-    q = _load_rows(qkv_ptr + q_offset, q_rows, row_stride, cols, T, HD)
-    do = _load_rows(do_ptr + o_offset, q_rows, N_Q * HD, cols, T, HD)
-    o = _load_rows(o_ptr + o_offset, q_rows, N_Q * HD, cols, T, HD)
-    lse = tl.load(lse_ptr + tl.program_id(1) * T + q_rows, mask=q_rows < T, other=0.0)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
-    tl.store(delta_ptr + tl.program_id(1) * T + q_rows, delta, mask=q_rows < T)
+    stacked = tl.arange(0, HEADS * BLOCK)
+    heads, q_rows = first + stacked // BLOCK, start + stacked % BLOCK
+    in_time = q_rows < T
+    q_offsets, o_offsets = q_rows * row_stride + heads * HD, (q_rows * N_Q + heads) * HD
+    q_lo = _load(qkv_ptr, q_offsets, in_time, 0, LO, HD)
+    do_lo = _load(do_ptr, o_offsets, in_time, 0, LO, HD)
+    delta = tl.sum(do_lo.to(tl.float32) * _load(o_ptr, o_offsets, in_time, 0, LO, HD).to(tl.float32), axis=1)
+    q_hi, do_hi = q_lo, do_lo
+    if HI:
+        q_hi = _load(qkv_ptr, q_offsets, in_time, LO, HI, HD)
+        do_hi = _load(do_ptr, o_offsets, in_time, LO, HI, HD)
+        delta += tl.sum(do_hi.to(tl.float32) * _load(o_ptr, o_offsets, in_time, LO, HI, HD).to(tl.float32), axis=1)
+    statistics = (batch * N_Q + heads) * T + q_rows
+    lse = tl.load(lse_ptr + statistics, mask=in_time, other=0.0)
+    tl.store(delta_ptr + statistics, delta, mask=in_time)
     if HAS_SINK:
-        share = tl.exp2(tl.load(sink_ptr + head) * log2_e - lse)
-        dsink = -tl.sum(tl.where(q_rows < T, share * delta, 0.0), axis=0)
-        tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
-    dq = tl.zeros([BLOCK, COLS], dtype=tl.float32)
-    for behind in tl.static_range(0, (W + BLOCK - 2) // BLOCK + 1):
-        k_start = start - behind * BLOCK
-        if k_start >= 0:
-            k_rows = k_start + tl.arange(0, BLOCK)
-            k = _load_rows(k_ptr, k_rows, row_stride, cols, T, HD)
-            v = _load_rows(k_ptr + N_KV * HD, k_rows, row_stride, cols, T, HD)
-            p = _probabilities(q, k, q_rows, k_rows, lse, T, scale_log2, W)
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            ds = p * (dp - delta[:, None])
-            dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    dq_ptrs = dqkv_ptr + q_offset + q_rows[:, None] * row_stride + cols[None, :]
-    tl.store(dq_ptrs, (dq * scale).to(dqkv_ptr.dtype.element_ty), mask=(q_rows[:, None] < T) & (cols[None, :] < HD))
+        share = tl.exp2(tl.load(sink_ptr + heads) * log2_e - lse)
+        dsink = -tl.sum(tl.reshape(tl.where(in_time, share * delta, 0.0), (HEADS, BLOCK)), axis=1)
+        members = batch * N_Q + first + tl.arange(0, HEADS)
+        tl.store(dsink_ptr + members * tl.num_programs(0) + tl.program_id(0), dsink)
+    dq_lo = tl.zeros([HEADS * BLOCK, LO], dtype=tl.float32)
+    dq_hi = tl.zeros([HEADS * BLOCK, HI], dtype=tl.float32) if HI else dq_lo
+    for behind in tl.range(0, tl.minimum(reach, tl.program_id(0) + 1), num_stages=STAGES):
+        k_rows = start - behind * BLOCK + tl.arange(0, BLOCK)
+        offsets = k_rows * row_stride
+        k_lo = _load(k_ptr, offsets, k_rows < T, 0, LO, HD)
+        v_lo = _load(v_ptr, offsets, k_rows < T, 0, LO, HD)
+        k_hi, v_hi = k_lo, v_lo
+        if HI:
+            k_hi = _load(k_ptr, offsets, k_rows < T, LO, HI, HD)
+            v_hi = _load(v_ptr, offsets, k_rows < T, LO, HI, HD)
+        scores = _dot(q_lo, q_hi, k_lo, k_hi, HI) * scale_log2
+        distance = q_rows[:, None] - k_rows[None, :]
+        p = tl.where((distance >= 0) & (distance < W), tl.exp2(scores - lse[:, None]), 0.0)
+        ds = (p * (_dot(do_lo, do_hi, v_lo, v_hi, HI) - delta[:, None])).to(k_lo.dtype)
+        dq_lo = tl.dot(ds, k_lo, dq_lo, input_precision="ieee")
+        if HI:
+            dq_hi = tl.dot(ds, k_hi, dq_hi, input_precision="ieee")
+    _store(dqkv_ptr, q_offsets, in_time, dq_lo * scale, 0, LO, HD)
+    if HI:
+        _store(dqkv_ptr, q_offsets, in_time, dq_hi * scale, LO, HI, HD)
 
 
 @triton.jit
 def _window_backward_kv(
     qkv_ptr, do_ptr, lse_ptr, delta_ptr, dqkv_ptr, T, scale, scale_log2,
-    W: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
+    reach: tl.constexpr = (KEYS + W + BLOCK - 2) // BLOCK
     batch, kv_head = tl.program_id(1) // N_KV, tl.program_id(1) % N_KV
-    row_stride = (N_Q + 2 * N_KV) * HD
-    base = batch.to(tl.int64) * T * row_stride
-    k_offset = base + (N_Q + kv_head) * HD
-    cols = tl.arange(0, COLS)
-    start = tl.program_id(0) * BLOCK
-    k_rows = start + tl.arange(0, BLOCK)
-    k = _load_rows(qkv_ptr + k_offset, k_rows, row_stride, cols, T, HD)
-    v = _load_rows(qkv_ptr + k_offset + N_KV * HD, k_rows, row_stride, cols, T, HD)
-    dk = tl.zeros([BLOCK, COLS], dtype=tl.float32)
-    dv = tl.zeros([BLOCK, COLS], dtype=tl.float32)
-    for member in tl.static_range(0, N_Q // N_KV):
-        head = kv_head * (N_Q // N_KV) + member
-        statistics = (batch * N_Q + head) * T
-        for ahead in tl.static_range(0, (W + BLOCK - 2) // BLOCK + 1):
-            q_rows = start + ahead * BLOCK + tl.arange(0, BLOCK)
-            if start + ahead * BLOCK < T:
-                q = _load_rows(qkv_ptr + base + head * HD, q_rows, row_stride, cols, T, HD)
-                do_ptr_head = do_ptr + (batch.to(tl.int64) * T * N_Q + head) * HD
-                do = _load_rows(do_ptr_head, q_rows, N_Q * HD, cols, T, HD)
-                lse = tl.load(lse_ptr + statistics + q_rows, mask=q_rows < T, other=0.0)
-                delta = tl.load(delta_ptr + statistics + q_rows, mask=q_rows < T, other=0.0)
-                p = _probabilities(q, k, q_rows, k_rows, lse, T, scale_log2, W)
-                dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision="ieee")
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-                ds = p * (dp - delta[:, None])
-                dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
-    dk_ptrs = dqkv_ptr + k_offset + k_rows[:, None] * row_stride + cols[None, :]
-    mask = (k_rows[:, None] < T) & (cols[None, :] < HD)
-    tl.store(dk_ptrs, (dk * scale).to(dqkv_ptr.dtype.element_ty), mask=mask)
-    tl.store(dk_ptrs + N_KV * HD, dv.to(dqkv_ptr.dtype.element_ty), mask=mask)
+    qkv_ptr += batch.to(tl.int64) * T * row_stride
+    dqkv_ptr += batch.to(tl.int64) * T * row_stride
+    do_ptr += batch.to(tl.int64) * T * N_Q * HD
+    start = tl.program_id(0) * KEYS
+    k_rows = start + tl.arange(0, KEYS)
+    k_offsets = k_rows * row_stride + (N_Q + kv_head) * HD
+    k_lo = _load(qkv_ptr, k_offsets, k_rows < T, 0, LO, HD)
+    v_lo = _load(qkv_ptr + N_KV * HD, k_offsets, k_rows < T, 0, LO, HD)
+    k_hi, v_hi = k_lo, v_lo
+    if HI:
+        k_hi = _load(qkv_ptr, k_offsets, k_rows < T, LO, HI, HD)
+        v_hi = _load(qkv_ptr + N_KV * HD, k_offsets, k_rows < T, LO, HI, HD)
+    dk_lo = tl.zeros([KEYS, LO], dtype=tl.float32)
+    dv_lo = tl.zeros([KEYS, LO], dtype=tl.float32)
+    dk_hi = tl.zeros([KEYS, HI], dtype=tl.float32) if HI else dk_lo
+    dv_hi = tl.zeros([KEYS, HI], dtype=tl.float32) if HI else dv_lo
+    blocks = tl.minimum(reach, tl.cdiv(T - start, BLOCK))
+    # Transposed, (keys, queries): what the second products take is then what the first have made.
+    for turn in tl.range(0, N_Q // N_KV * blocks, num_stages=STAGES):
+        head = kv_head * (N_Q // N_KV) + turn // blocks
+        q_rows = start + turn % blocks * BLOCK + tl.arange(0, BLOCK)
+        in_time = q_rows < T
+        q_offsets, o_offsets = q_rows * row_stride + head * HD, (q_rows * N_Q + head) * HD
+        q_lo = _load(qkv_ptr, q_offsets, in_time, 0, LO, HD)
+        do_lo = _load(do_ptr, o_offsets, in_time, 0, LO, HD)
+        q_hi, do_hi = q_lo, do_lo
+        if HI:
+            q_hi = _load(qkv_ptr, q_offsets, in_time, LO, HI, HD)
+            do_hi = _load(do_ptr, o_offsets, in_time, LO, HI, HD)
+        statistics = (batch * N_Q + head) * T + q_rows
+        lse = tl.load(lse_ptr + statistics, mask=in_time, other=0.0)
+        delta = tl.load(delta_ptr + statistics, mask=in_time, other=0.0)
+        scores = _dot(k_lo, k_hi, q_lo, q_hi, HI) * scale_log2
+        distance = q_rows[None, :] - k_rows[:, None]
+        seen = (distance >= 0) & (distance < W) & in_time[None, :]
+        p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+        ds = (p * (_dot(v_lo, v_hi, do_lo, do_hi, HI) - delta[None, :])).to(q_lo.dtype)
+        p = p.to(do_lo.dtype)
+        dv_lo = tl.dot(p, do_lo, dv_lo, input_precision="ieee")
+        dk_lo = tl.dot(ds, q_lo, dk_lo, input_precision="ieee")
+        if HI:
+            dv_hi = tl.dot(p, do_hi, dv_hi, input_precision="ieee")
+            dk_hi = tl.dot(ds, q_hi, dk_hi, input_precision="ieee")
+    _store(dqkv_ptr, k_offsets, k_rows < T, dk_lo * scale, 0, LO, HD)
+    _store(dqkv_ptr + N_KV * HD, k_offsets, k_rows < T, dv_lo, 0, LO, HD)
+    if HI:
+        _store(dqkv_ptr, k_offsets, k_rows < T, dk_hi * scale, LO, HI, HD)
+        _store(dqkv_ptr + N_KV * HD, k_offsets, k_rows < T, dv_hi, LO, HI, HD)
+
+
+def _columns(head_dim: int) -> dict[str, int]:
+    """The two tiles of a head."""
+    lo = max(MIN_COLS, 1 << (head_dim.bit_length() - 1))
+    hi = max(MIN_COLS, next_power_of_2(head_dim - lo)) if head_dim > lo else 0
+    return {"HD": head_dim, "LO": lo, "HI": hi}
+
+
+def _stack(tuning: Tuning, group: int) -> int:
+    """Query heads of a program, which must share a key head: a power of two that divides the `group` of those that do."""
+    return min(tuning.heads, group & -group)
 
 
 def window_attention(
@@ -173,10 +266,11 @@ def window_attention(
     seq_len, head_dim = qkv_NC.shape[0] // batch, qkv_NC.shape[1] // (n_heads + 2 * n_kv_heads)
     o_BTHd = qkv_NC.new_empty(batch, seq_len, n_heads, head_dim)
     lse_BHT = torch.empty(batch, n_heads, seq_len, dtype=torch.float32, device=qkv_NC.device)
-    _window_forward[(triton.cdiv(seq_len, BLOCK), batch * n_heads)](
+    heads = _stack(FORWARD, n_heads // n_kv_heads)
+    _window_forward[(triton.cdiv(seq_len, FORWARD.keys), batch * n_heads // heads)](
         qkv_NC, sink_H, o_BTHd, lse_BHT, seq_len, head_dim**-0.5 * LOG2_E, LOG2_E,
-        W=window, HAS_SINK=sink_H is not None, N_Q=n_heads, N_KV=n_kv_heads, HD=head_dim,
-        COLS=max(MIN_COLS, next_power_of_2(head_dim)), BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
+        W=window, HAS_SINK=sink_H is not None, N_Q=n_heads, N_KV=n_kv_heads, **_columns(head_dim),
+        BLOCK=FORWARD.keys, HEADS=heads, STAGES=FORWARD.stages, num_warps=FORWARD.warps,
     )  # fmt: skip
     return o_BTHd, lse_BHT
 
@@ -188,17 +282,18 @@ def window_attention_backward(
     check_contiguous(do_BTHd, qkv_NC, o_BTHd, lse_BHT)
     batch, seq_len, n_heads, head_dim = o_BTHd.shape
     n_kv_heads = (qkv_NC.shape[1] // head_dim - n_heads) // 2
-    blocks, scale = triton.cdiv(seq_len, BLOCK), head_dim**-0.5
+    heads, scale = _stack(BACKWARD_Q, n_heads // n_kv_heads), head_dim**-0.5
+    blocks = triton.cdiv(seq_len, BACKWARD_Q.keys)
     dqkv_NC, delta_BHT = torch.empty_like(qkv_NC), torch.empty_like(lse_BHT)
     dsink_BHG = torch.empty(batch, n_heads, blocks, dtype=torch.float32, device=qkv_NC.device)
-    cols = max(MIN_COLS, next_power_of_2(head_dim))
-    sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, "HD": head_dim, "COLS": cols, "BLOCK": BLOCK}
-    launch = {"num_warps": WARPS, "num_stages": STAGES}
-    _window_backward_q[(blocks, batch * n_heads)](
+    sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, **_columns(head_dim)}
+    _window_backward_q[(blocks, batch * n_heads // heads)](
         qkv_NC, sink_H, do_BTHd, o_BTHd, lse_BHT, delta_BHT, dqkv_NC, dsink_BHG, seq_len, scale, scale * LOG2_E, LOG2_E,
-        HAS_SINK=sink_H is not None, **sizes, **launch,
+        HAS_SINK=sink_H is not None, BLOCK=BACKWARD_Q.keys, HEADS=heads, STAGES=BACKWARD_Q.stages,
+        num_warps=BACKWARD_Q.warps, **sizes,
     )  # fmt: skip
-    _window_backward_kv[(blocks, batch * n_kv_heads)](
-        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E, **sizes, **launch
-    )
+    _window_backward_kv[(triton.cdiv(seq_len, BACKWARD_KV.keys), batch * n_kv_heads)](
+        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E,
+        BLOCK=QUERIES, KEYS=BACKWARD_KV.keys, STAGES=BACKWARD_KV.stages, num_warps=BACKWARD_KV.warps, **sizes,
+    )  # fmt: skip
     return dqkv_NC, dsink_BHG.sum((0, 2)) if sink_H is not None else None
