@@ -246,7 +246,7 @@ def _columns(head_dim: int) -> dict[str, int]:
 
 
 def _stack(tuning: Tuning, group: int) -> int:
-    """Query heads of a program, which must share a key head: a power of two that divides the `group` of those that do."""
+    """Query heads of a program: a power of two that divides the `group` of those that share a key head."""
     return min(tuning.heads, group & -group)
 
 
