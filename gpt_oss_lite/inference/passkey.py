@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.inference.generate import covering_scale, forbidden_ids, prefill
+from gpt_oss_lite.model.fused.block import why_not_fused_attention
 from gpt_oss_lite.model.kv_cache import KVCache
 from gpt_oss_lite.model.layers import compute_dtype
 from gpt_oss_lite.model.transformer import GPTOSS
@@ -137,19 +138,36 @@ def score_answers(
     Returns:
         For each row (found, nats summed over the K tokens).
     """
-    device = model.embed.weight.device
-    texts_BT, answers_BK = torch.tensor(texts, device=device), torch.tensor(answers, device=device)
-    n_tokens = texts_BT.shape[1] + answers_BK.shape[1] - 1
-    cache = KVCache(model.config, len(texts), n_tokens, device, compute_dtype(model.embed.weight))
-    last_B1D = prefill(model, texts_BT, cache)[:, -1:]
-    h_BKD = last_B1D
-    if answers_BK.shape[1] > 1:
-        rest_BKD, _ = model.hidden_states(answers_BK[:, :-1], cache=cache)
-        h_BKD = torch.cat((last_B1D, rest_BKD), dim=1)
+    weight = model.embed.weight
+    texts_BT, answers_BK = torch.tensor(texts, device=weight.device), torch.tensor(answers, device=weight.device)
+    whole = why_not_fused_attention(model.config, weight.device.type, compute_dtype(weight)) is None
+    h_BKD = answer_states(model, texts_BT, answers_BK, whole=whole)
     logits_BKV = model.head(h_BKD).float().masked_fill(forbidden_ids(model), float("-inf"))
     found_B = (logits_BKV.argmax(dim=-1) == answers_BK).all(dim=1)
     nats_B: Tensor = -logits_BKV.log_softmax(dim=-1).gather(2, answers_BK[..., None]).sum(dim=(1, 2))
     return list(zip(found_B.tolist(), nats_B.tolist(), strict=True))
+
+
+def answer_states(model: GPTOSS, texts_BT: Tensor, answers_BK: Tensor, *, whole: bool) -> Tensor:
+    """Activations (B, K, D) that each token of the answers is predicted from.
+
+    Args:
+        model: as for `score_answers`.
+        texts_BT, answers_BK: ids on its device.
+        whole: read everything in one pass, which suits the fused attention, whose memory grows with T alone; else in
+            parts over a cache, which bounds the activations of other backends.
+    """
+    n_answer = answers_BK.shape[1]
+    if whole:
+        h_BND, _ = model.hidden_states(torch.cat((texts_BT, answers_BK[:, :-1]), dim=1))
+        return h_BND[:, -n_answer:]
+    n_tokens = texts_BT.shape[1] + n_answer - 1
+    cache = KVCache(model.config, len(texts_BT), n_tokens, texts_BT.device, compute_dtype(model.embed.weight))
+    last_B1D = prefill(model, texts_BT, cache)[:, -1:]
+    if n_answer == 1:
+        return last_B1D
+    rest_BKD, _ = model.hidden_states(answers_BK[:, :-1], cache=cache)
+    return torch.cat((last_B1D, rest_BKD), dim=1)
 
 
 def passkey(

@@ -12,6 +12,7 @@ from gpt_oss_lite.inference import passkey as passkey_module
 from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.inference.passkey import (
     Cell,
+    answer_states,
     corpus_filler,
     default_lengths,
     heat_map,
@@ -90,6 +91,17 @@ def test_nats_are_those_of_the_answer_after_the_text(model, monkeypatch):
         logits, _ = model(torch.tensor([text + answer]))
     log_probs = logits[0, len(text) - 1 : -1, :128000].log_softmax(-1)
     assert nats == pytest.approx(-sum(log_probs[i, token].item() for i, token in enumerate(answer)), rel=1e-5)
+
+
+@pytest.mark.parametrize("n_answer", [1, 3])
+def test_one_pass_and_parts_over_a_cache_read_the_same(model, monkeypatch, n_answer):
+    monkeypatch.setattr("gpt_oss_lite.inference.generate.PREFILL_TOKENS", 16)
+    texts_BT, answers_BK = torch.arange(100, 200).view(2, 50), torch.arange(7, 7 + 2 * n_answer).view(2, n_answer)
+    with torch.no_grad():
+        parts_BKD, whole_BKD = (answer_states(model, texts_BT, answers_BK, whole=whole) for whole in (False, True))
+        logits_BTV, _ = model(torch.cat((texts_BT, answers_BK), dim=1))
+        for states_BKD in (parts_BKD, whole_BKD):
+            torch.testing.assert_close(model.head(states_BKD), logits_BTV[:, 49 : 49 + n_answer], rtol=1e-4, atol=1e-5)
 
 
 def test_every_cell_is_measured_at_its_scale(model, monkeypatch):
