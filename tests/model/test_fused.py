@@ -214,7 +214,7 @@ def softmax_backward(do, q, k, v, o, lse, state):
     [
         *[(window, has_sink, 4, 2, 12) for window in (None, 5, 64, 100) for has_sink in (False, True)],
         (100, True, 8, 2, 24),  # four query heads to a key head; a head in two tiles
-        (100, True, 3, 1, 20),  # three, of which none can be stacked; a tile with columns outside the head
+        (100, True, 3, 1, 20),  # three; a tile with columns outside the head
         (5, False, 2, 2, 48),
     ],
 )

@@ -1,9 +1,8 @@
 """Causal attention within a short window, with sinks, forward and backward (after Dao, 2023, FlashAttention-2).
 
 A window of 128 tokens is a few blocks of keys, so the whole backward pass of a block of queries, or of keys, runs in
-one program, and the gradients are written straight into the rows of the fused projection. Query heads that share a key
-head are stacked in one program, which then reads their keys and values once. The sink starts the running softmax:
-maximum `sink`, denominator 1, numerator 0.
+one program, and the gradients are written straight into the rows of the fused projection. The sink starts the running
+softmax: maximum `sink`, denominator 1, numerator 0.
 
 A head of 96 is no power of two, and padded to 128 a third of every product would be zeros; so each tile of a head is
 two, LO columns and HI more (64 and 32; HI is 0 where one is enough).
@@ -12,7 +11,6 @@ Shapes: B batch, T time, Hq query heads, Hkv key heads, hd head width; qkv is (B
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,23 +19,9 @@ from torch import Tensor
 
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2
 
-
-class Tuning(NamedTuple):
-    """How a kernel is cut and launched."""
-
-    heads: int
-    """Query heads of a program, at most; a power of two."""
-    keys: int
-    """Keys of a block."""
-    stages: int
-    """Blocks under way in the loop over them, the one that is computed included."""
-    warps: int
-
-
-QUERIES = 64
-FORWARD = Tuning(heads=2, keys=64, stages=2, warps=8)
-BACKWARD_Q = Tuning(heads=2, keys=64, stages=2, warps=8)
-BACKWARD_KV = Tuning(heads=1, keys=64, stages=2, warps=4)
+BLOCK = 64
+WARPS = 4
+STAGES = 2  # blocks under way in the loop over them: the one that is computed and the next
 LOG2_E = 1 / math.log(2)
 MIN_COLS = 16  # of a tensor core's product; narrower heads are padded with zeros
 
@@ -71,28 +55,27 @@ def _dot(a_lo, a_hi, b_lo, b_hi, HI: tl.constexpr):
 def _window_forward(
     qkv_ptr, sink_ptr, o_ptr, lse_ptr, T, scale_log2, log2_e, W: tl.constexpr, HAS_SINK: tl.constexpr,
     N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
     reach: tl.constexpr = (W + BLOCK - 2) // BLOCK + 1
-    batch, first = tl.program_id(1) // (N_Q // HEADS), tl.program_id(1) % (N_Q // HEADS) * HEADS
+    batch, head = tl.program_id(1) // N_Q, tl.program_id(1) % N_Q
     qkv_ptr += batch.to(tl.int64) * T * row_stride
-    k_ptr = qkv_ptr + (N_Q + first // (N_Q // N_KV)) * HD
+    k_ptr = qkv_ptr + (N_Q + head // (N_Q // N_KV)) * HD
     v_ptr = k_ptr + N_KV * HD
     start = tl.program_id(0) * BLOCK
-    stacked = tl.arange(0, HEADS * BLOCK)
-    heads, q_rows = first + stacked // BLOCK, start + stacked % BLOCK
+    q_rows = start + tl.arange(0, BLOCK)
     in_time = q_rows < T
-    q_lo = _load(qkv_ptr, q_rows * row_stride + heads * HD, in_time, 0, LO, HD)
-    q_hi = _load(qkv_ptr, q_rows * row_stride + heads * HD, in_time, LO, HI, HD) if HI else q_lo
+    q_lo = _load(qkv_ptr, q_rows * row_stride + head * HD, in_time, 0, LO, HD)
+    q_hi = _load(qkv_ptr, q_rows * row_stride + head * HD, in_time, LO, HI, HD) if HI else q_lo
     if HAS_SINK:
-        top = tl.load(sink_ptr + heads).to(tl.float32) * log2_e
-        total = tl.full([HEADS * BLOCK], 1.0, dtype=tl.float32)
+        top = tl.zeros([BLOCK], dtype=tl.float32) + tl.load(sink_ptr + head) * log2_e
+        total = tl.full([BLOCK], 1.0, dtype=tl.float32)
     else:
-        top = tl.full([HEADS * BLOCK], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([HEADS * BLOCK], dtype=tl.float32)
-    o_lo = tl.zeros([HEADS * BLOCK, LO], dtype=tl.float32)
-    o_hi = tl.zeros([HEADS * BLOCK, HI], dtype=tl.float32) if HI else o_lo
+        top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+    o_lo = tl.zeros([BLOCK, LO], dtype=tl.float32)
+    o_hi = tl.zeros([BLOCK, HI], dtype=tl.float32) if HI else o_lo
     # The block with the queries themselves comes first: each query sees its own key, so `top` is finite from there on.
     for behind in tl.range(0, tl.minimum(reach, tl.program_id(0) + 1), num_stages=STAGES):
         k_rows = start - behind * BLOCK + tl.arange(0, BLOCK)
@@ -114,32 +97,31 @@ def _window_forward(
             o_hi = tl.dot(p, v_hi, o_hi * shrink[:, None], input_precision="ieee")
         top = new_top
     o_ptr += batch.to(tl.int64) * T * N_Q * HD
-    _store(o_ptr, (q_rows * N_Q + heads) * HD, in_time, o_lo / total[:, None], 0, LO, HD)
+    _store(o_ptr, (q_rows * N_Q + head) * HD, in_time, o_lo / total[:, None], 0, LO, HD)
     if HI:
-        _store(o_ptr, (q_rows * N_Q + heads) * HD, in_time, o_hi / total[:, None], LO, HI, HD)
-    tl.store(lse_ptr + (batch * N_Q + heads) * T + q_rows, top + tl.log2(total), mask=in_time)
+        _store(o_ptr, (q_rows * N_Q + head) * HD, in_time, o_hi / total[:, None], LO, HI, HD)
+    tl.store(lse_ptr + (batch * N_Q + head) * T + q_rows, top + tl.log2(total), mask=in_time)
 
 
 @triton.jit
 def _window_backward_q(
     qkv_ptr, sink_ptr, do_ptr, o_ptr, lse_ptr, delta_ptr, dqkv_ptr, dsink_ptr, T, scale, scale_log2, log2_e,
     W: tl.constexpr, HAS_SINK: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr,
-    LO: tl.constexpr, HI: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    LO: tl.constexpr, HI: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
     reach: tl.constexpr = (W + BLOCK - 2) // BLOCK + 1
-    batch, first = tl.program_id(1) // (N_Q // HEADS), tl.program_id(1) % (N_Q // HEADS) * HEADS
+    batch, head = tl.program_id(1) // N_Q, tl.program_id(1) % N_Q
     qkv_ptr += batch.to(tl.int64) * T * row_stride
     dqkv_ptr += batch.to(tl.int64) * T * row_stride
     do_ptr += batch.to(tl.int64) * T * N_Q * HD
     o_ptr += batch.to(tl.int64) * T * N_Q * HD
-    k_ptr = qkv_ptr + (N_Q + first // (N_Q // N_KV)) * HD
+    k_ptr = qkv_ptr + (N_Q + head // (N_Q // N_KV)) * HD
     v_ptr = k_ptr + N_KV * HD
     start = tl.program_id(0) * BLOCK
-    stacked = tl.arange(0, HEADS * BLOCK)
-    heads, q_rows = first + stacked // BLOCK, start + stacked % BLOCK
+    q_rows = start + tl.arange(0, BLOCK)
     in_time = q_rows < T
-    q_offsets, o_offsets = q_rows * row_stride + heads * HD, (q_rows * N_Q + heads) * HD
+    q_offsets, o_offsets = q_rows * row_stride + head * HD, (q_rows * N_Q + head) * HD
     q_lo = _load(qkv_ptr, q_offsets, in_time, 0, LO, HD)
     do_lo = _load(do_ptr, o_offsets, in_time, 0, LO, HD)
     delta = tl.sum(do_lo.to(tl.float32) * _load(o_ptr, o_offsets, in_time, 0, LO, HD).to(tl.float32), axis=1)
@@ -148,16 +130,15 @@ def _window_backward_q(
         q_hi = _load(qkv_ptr, q_offsets, in_time, LO, HI, HD)
         do_hi = _load(do_ptr, o_offsets, in_time, LO, HI, HD)
         delta += tl.sum(do_hi.to(tl.float32) * _load(o_ptr, o_offsets, in_time, LO, HI, HD).to(tl.float32), axis=1)
-    statistics = (batch * N_Q + heads) * T + q_rows
+    statistics = (batch * N_Q + head) * T + q_rows
     lse = tl.load(lse_ptr + statistics, mask=in_time, other=0.0)
     tl.store(delta_ptr + statistics, delta, mask=in_time)
     if HAS_SINK:
-        share = tl.exp2(tl.load(sink_ptr + heads) * log2_e - lse)
-        dsink = -tl.sum(tl.reshape(tl.where(in_time, share * delta, 0.0), (HEADS, BLOCK)), axis=1)
-        members = batch * N_Q + first + tl.arange(0, HEADS)
-        tl.store(dsink_ptr + members * tl.num_programs(0) + tl.program_id(0), dsink)
-    dq_lo = tl.zeros([HEADS * BLOCK, LO], dtype=tl.float32)
-    dq_hi = tl.zeros([HEADS * BLOCK, HI], dtype=tl.float32) if HI else dq_lo
+        share = tl.exp2(tl.load(sink_ptr + head) * log2_e - lse)
+        dsink = -tl.sum(tl.where(in_time, share * delta, 0.0), axis=0)
+        tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
+    dq_lo = tl.zeros([BLOCK, LO], dtype=tl.float32)
+    dq_hi = tl.zeros([BLOCK, HI], dtype=tl.float32) if HI else dq_lo
     for behind in tl.range(0, tl.minimum(reach, tl.program_id(0) + 1), num_stages=STAGES):
         k_rows = start - behind * BLOCK + tl.arange(0, BLOCK)
         offsets = k_rows * row_stride
@@ -183,16 +164,16 @@ def _window_backward_q(
 def _window_backward_kv(
     qkv_ptr, do_ptr, lse_ptr, delta_ptr, dqkv_ptr, T, scale, scale_log2,
     W: tl.constexpr, N_Q: tl.constexpr, N_KV: tl.constexpr, HD: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row_stride: tl.constexpr = (N_Q + 2 * N_KV) * HD
-    reach: tl.constexpr = (KEYS + W + BLOCK - 2) // BLOCK
+    reach: tl.constexpr = (W + BLOCK - 2) // BLOCK + 1
     batch, kv_head = tl.program_id(1) // N_KV, tl.program_id(1) % N_KV
     qkv_ptr += batch.to(tl.int64) * T * row_stride
     dqkv_ptr += batch.to(tl.int64) * T * row_stride
     do_ptr += batch.to(tl.int64) * T * N_Q * HD
-    start = tl.program_id(0) * KEYS
-    k_rows = start + tl.arange(0, KEYS)
+    start = tl.program_id(0) * BLOCK
+    k_rows = start + tl.arange(0, BLOCK)
     k_offsets = k_rows * row_stride + (N_Q + kv_head) * HD
     k_lo = _load(qkv_ptr, k_offsets, k_rows < T, 0, LO, HD)
     v_lo = _load(qkv_ptr + N_KV * HD, k_offsets, k_rows < T, 0, LO, HD)
@@ -200,10 +181,10 @@ def _window_backward_kv(
     if HI:
         k_hi = _load(qkv_ptr, k_offsets, k_rows < T, LO, HI, HD)
         v_hi = _load(qkv_ptr + N_KV * HD, k_offsets, k_rows < T, LO, HI, HD)
-    dk_lo = tl.zeros([KEYS, LO], dtype=tl.float32)
-    dv_lo = tl.zeros([KEYS, LO], dtype=tl.float32)
-    dk_hi = tl.zeros([KEYS, HI], dtype=tl.float32) if HI else dk_lo
-    dv_hi = tl.zeros([KEYS, HI], dtype=tl.float32) if HI else dv_lo
+    dk_lo = tl.zeros([BLOCK, LO], dtype=tl.float32)
+    dv_lo = tl.zeros([BLOCK, LO], dtype=tl.float32)
+    dk_hi = tl.zeros([BLOCK, HI], dtype=tl.float32) if HI else dk_lo
+    dv_hi = tl.zeros([BLOCK, HI], dtype=tl.float32) if HI else dv_lo
     blocks = tl.minimum(reach, tl.cdiv(T - start, BLOCK))
     # Transposed, (keys, queries): what the second products take is then what the first have made.
     for turn in tl.range(0, N_Q // N_KV * blocks, num_stages=STAGES):
@@ -245,11 +226,6 @@ def _columns(head_dim: int) -> dict[str, int]:
     return {"HD": head_dim, "LO": lo, "HI": hi}
 
 
-def _stack(tuning: Tuning, group: int) -> int:
-    """Query heads of a program: a power of two that divides the `group` of those that share a key head."""
-    return min(tuning.heads, group & -group)
-
-
 def window_attention(
     qkv_NC: Tensor, sink_H: Tensor | None, batch: int, n_heads: int, n_kv_heads: int, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -266,11 +242,10 @@ def window_attention(
     seq_len, head_dim = qkv_NC.shape[0] // batch, qkv_NC.shape[1] // (n_heads + 2 * n_kv_heads)
     o_BTHd = qkv_NC.new_empty(batch, seq_len, n_heads, head_dim)
     lse_BHT = torch.empty(batch, n_heads, seq_len, dtype=torch.float32, device=qkv_NC.device)
-    heads = _stack(FORWARD, n_heads // n_kv_heads)
-    _window_forward[(triton.cdiv(seq_len, FORWARD.keys), batch * n_heads // heads)](
+    _window_forward[(triton.cdiv(seq_len, BLOCK), batch * n_heads)](
         qkv_NC, sink_H, o_BTHd, lse_BHT, seq_len, head_dim**-0.5 * LOG2_E, LOG2_E,
         W=window, HAS_SINK=sink_H is not None, N_Q=n_heads, N_KV=n_kv_heads, **_columns(head_dim),
-        BLOCK=FORWARD.keys, HEADS=heads, STAGES=FORWARD.stages, num_warps=FORWARD.warps,
+        BLOCK=BLOCK, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return o_BTHd, lse_BHT
 
@@ -282,18 +257,16 @@ def window_attention_backward(
     check_contiguous(do_BTHd, qkv_NC, o_BTHd, lse_BHT)
     batch, seq_len, n_heads, head_dim = o_BTHd.shape
     n_kv_heads = (qkv_NC.shape[1] // head_dim - n_heads) // 2
-    heads, scale = _stack(BACKWARD_Q, n_heads // n_kv_heads), head_dim**-0.5
-    blocks = triton.cdiv(seq_len, BACKWARD_Q.keys)
+    blocks, scale = triton.cdiv(seq_len, BLOCK), head_dim**-0.5
     dqkv_NC, delta_BHT = torch.empty_like(qkv_NC), torch.empty_like(lse_BHT)
     dsink_BHG = torch.empty(batch, n_heads, blocks, dtype=torch.float32, device=qkv_NC.device)
-    sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, **_columns(head_dim)}
-    _window_backward_q[(blocks, batch * n_heads // heads)](
+    sizes = {"W": window, "N_Q": n_heads, "N_KV": n_kv_heads, **_columns(head_dim), "BLOCK": BLOCK}
+    launch = {"STAGES": STAGES, "num_warps": WARPS}
+    _window_backward_q[(blocks, batch * n_heads)](
         qkv_NC, sink_H, do_BTHd, o_BTHd, lse_BHT, delta_BHT, dqkv_NC, dsink_BHG, seq_len, scale, scale * LOG2_E, LOG2_E,
-        HAS_SINK=sink_H is not None, BLOCK=BACKWARD_Q.keys, HEADS=heads, STAGES=BACKWARD_Q.stages,
-        num_warps=BACKWARD_Q.warps, **sizes,
+        HAS_SINK=sink_H is not None, **sizes, **launch,
     )  # fmt: skip
-    _window_backward_kv[(triton.cdiv(seq_len, BACKWARD_KV.keys), batch * n_kv_heads)](
-        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E,
-        BLOCK=QUERIES, KEYS=BACKWARD_KV.keys, STAGES=BACKWARD_KV.stages, num_warps=BACKWARD_KV.warps, **sizes,
-    )  # fmt: skip
+    _window_backward_kv[(blocks, batch * n_kv_heads)](
+        qkv_NC, do_BTHd, lse_BHT, delta_BHT, dqkv_NC, seq_len, scale, scale * LOG2_E, **sizes, **launch
+    )
     return dqkv_NC, dsink_BHG.sum((0, 2)) if sink_H is not None else None
