@@ -155,7 +155,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if with_gradient:
                     grad_logits_CV = logits_CV.to(compute_dtype)
                     del logits_CV
-                    torch.mul(_product(grad_logits_CV, w_VD, sum_dtype), factor_C.unsqueeze(1), out=grad_h_ND[chunk])
+                    _times(_product(grad_logits_CV, w_VD, sum_dtype), factor_C, out=grad_h_ND[chunk])
                     _add_product_(grad_w_VD, grad_logits_CV.T, _times(h_ND[chunk], factor_C))
                     del grad_logits_CV
         if with_gradient:
@@ -168,17 +168,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_h_BTD, grad_w_VD = ctx.saved_tensors
         h_dtype, weight_dtype = ctx.dtypes
-        scale = grad_outputs[0]
-        return (
-            (grad_h_BTD * scale).to(h_dtype),
-            (grad_w_VD * scale).to(weight_dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_h_ND = grad_h_BTD.view(-1, grad_h_BTD.shape[-1])
+        grad_h_ND = _times(grad_h_ND, grad_outputs[0], out=torch.empty_like(grad_h_ND, dtype=h_dtype))
+        grad_w_VD = _times(grad_w_VD, grad_outputs[0], out=torch.empty_like(grad_w_VD, dtype=weight_dtype))
+        return grad_h_ND.view_as(grad_h_BTD), grad_w_VD, None, None, None, None, None, None
 
 
 def _fp8_chunk(
@@ -195,9 +188,21 @@ def _fp8_chunk(
     return losses_C, head.input_gradient(gradient_CV.to(GRADIENT_DTYPE), h_CD.dtype)
 
 
-def _times(h_CD: Tensor, factor_C: Tensor) -> Tensor:
-    """Rows of h times their factors, computed in the wider dtype and rounded to h's."""
-    return (h_CD * factor_C.unsqueeze(1)).to(h_CD.dtype)
+def _times(x_ND: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+    """x times a factor for each row (N,), or one for all, computed in the wider dtype and rounded once.
+
+    Args:
+        out: takes the result, in its dtype; None: a new matrix in x's.
+    """
+    out = torch.empty_like(x_ND) if out is None else out
+    contiguous = x_ND.is_contiguous() and factor.is_contiguous() and out.is_contiguous()
+    if x_ND.is_cuda and factor.dtype == torch.float32 and contiguous and find_spec("triton") is not None:
+        from gpt_oss_lite.model.kernels.scale import scaled
+
+        scaled(x_ND, factor, out)
+        return out
+    # By row even where it is one for all: PyTorch rounds a factor without dimensions to the matrix's dtype first.
+    return torch.mul(x_ND, factor.reshape(-1, 1), out=out)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -87,6 +87,16 @@ def test_autocast_computes_in_bf16_and_sums_in_fp32():
     torch.testing.assert_close(loss.double(), exact, rtol=5e-3, atol=0)
 
 
+def test_what_multiplies_the_loss_is_not_rounded_to_the_compute_dtype():
+    h, weight, targets = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head_cross_entropy(h, weight, targets, chunk_size=4)
+    third = torch.tensor(1 / 3)  # 0.2 % larger in bf16
+    whole, scaled = (torch.autograd.grad(loss, (h, weight), factor, retain_graph=True) for factor in (None, third))
+    for of_one, of_third in zip(whole, scaled, strict=True):
+        assert torch.equal(of_third, of_one * third)
+
+
 class _LargestTensors(TorchDispatchMode):
     """Records the largest tensor that any operation returns, and how many buffers of at least `size` lived at once."""
 
