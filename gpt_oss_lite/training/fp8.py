@@ -15,6 +15,7 @@ Shapes: C tokens of a chunk, D width, V vocabulary rows.
 import torch
 from torch import Tensor
 
+from gpt_oss_lite.training.rounding import times
 from shared_data.errors import UserError
 
 GRADIENT_SCALE = 2.0**15
@@ -37,10 +38,10 @@ def check_fp8_head(device: torch.device) -> None:
         raise UserError(f"training.fp8_head is true, and {name} has {has}: {allowed}; set it to false")
 
 
-def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in E4M3 and the fp32 scalar that it is to be multiplied by; the largest magnitude becomes E4M3's."""
-    scale = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=1e-12) / _E4M3_MAX
-    return (x / scale).to(torch.float8_e4m3fn), scale
+def _quantized(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in E4M3 and the fp32 scalar that it is to be multiplied by; the largest magnitude becomes E4M3's."""
+    scale = torch.linalg.vector_norm(x_ND, float("inf"), dtype=torch.float32).clamp(min=1e-12) / _E4M3_MAX
+    return times(x_ND, scale.reciprocal(), out=torch.empty_like(x_ND, dtype=torch.float8_e4m3fn)), scale
 
 
 class Fp8Head:

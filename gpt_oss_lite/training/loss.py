@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_oss_lite.training.fp8 import GRADIENT_DTYPE, GRADIENT_SCALE, Fp8Head
+from gpt_oss_lite.training.rounding import times
 
 IGNORE_INDEX = -100
 
@@ -155,8 +156,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if with_gradient:
                     grad_logits_CV = logits_CV.to(compute_dtype)
                     del logits_CV
-                    _times(_product(grad_logits_CV, w_VD, sum_dtype), factor_C, out=grad_h_ND[chunk])
-                    _add_product_(grad_w_VD, grad_logits_CV.T, _times(h_ND[chunk], factor_C))
+                    times(_product(grad_logits_CV, w_VD, sum_dtype), factor_C, out=grad_h_ND[chunk])
+                    _add_product_(grad_w_VD, grad_logits_CV.T, times(h_ND[chunk], factor_C))
                     del grad_logits_CV
         if with_gradient:
             ctx.save_for_backward(grad_h_ND.view_as(h_BTD), grad_w_VD)
@@ -169,8 +170,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grad_h_BTD, grad_w_VD = ctx.saved_tensors
         h_dtype, weight_dtype = ctx.dtypes
         grad_h_ND = grad_h_BTD.view(-1, grad_h_BTD.shape[-1])
-        grad_h_ND = _times(grad_h_ND, grad_outputs[0], out=torch.empty_like(grad_h_ND, dtype=h_dtype))
-        grad_w_VD = _times(grad_w_VD, grad_outputs[0], out=torch.empty_like(grad_w_VD, dtype=weight_dtype))
+        grad_h_ND = times(grad_h_ND, grad_outputs[0], out=torch.empty_like(grad_h_ND, dtype=h_dtype))
+        grad_w_VD = times(grad_w_VD, grad_outputs[0], out=torch.empty_like(grad_w_VD, dtype=weight_dtype))
         return grad_h_ND.view_as(grad_h_BTD), grad_w_VD, None, None, None, None, None, None
 
 
@@ -184,25 +185,8 @@ def _fp8_chunk(
     # Triton's interpreter, which stands for the GPU on a CPU, rounds to 8 bits wrongly; there PyTorch does it.
     gradient_CV = torch.empty_like(logits_CV, dtype=GRADIENT_DTYPE if logits_CV.is_cuda else torch.float32)
     losses_C, factor_C = cross_entropy_(logits_CV, targets_C, ignore_index, gradient_CV, GRADIENT_SCALE)
-    _add_product_(grad_w_VD, logits_CV.T, _times(h_CD, factor_C))
+    _add_product_(grad_w_VD, logits_CV.T, times(h_CD, factor_C))
     return losses_C, head.input_gradient(gradient_CV.to(GRADIENT_DTYPE), h_CD.dtype)
-
-
-def _times(x_ND: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """x times a factor for each row (N,), or one for all, computed in the wider dtype and rounded once.
-
-    Args:
-        out: takes the result, in its dtype; None: a new matrix in x's.
-    """
-    out = torch.empty_like(x_ND) if out is None else out
-    contiguous = x_ND.is_contiguous() and factor.is_contiguous() and out.is_contiguous()
-    if x_ND.is_cuda and factor.dtype == torch.float32 and contiguous and find_spec("triton") is not None:
-        from gpt_oss_lite.model.kernels.scale import scaled
-
-        scaled(x_ND, factor, out)
-        return out
-    # By row even where it is one for all: PyTorch rounds a factor without dimensions to the matrix's dtype first.
-    return torch.mul(x_ND, factor.reshape(-1, 1), out=out)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

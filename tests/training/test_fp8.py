@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny_run import ROOT
 
 from gpt_oss_lite.config.recipe import load_recipe
-from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, check_fp8_head
+from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, _quantized, check_fp8_head
 from gpt_oss_lite.training.loss import head_cross_entropy
 from gpt_oss_lite.training.memory import estimate_recipe
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
@@ -69,6 +69,16 @@ def test_it_is_near_the_unrounded_computation_in_every_chunking(inputs):
         assert relative_error(loss, exact) < 0.01
         assert relative_error(h.grad, exact_h.grad) < 0.1
         assert relative_error(weight.grad, exact_w.grad) < 0.05
+
+
+def test_numbers_in_bf16_are_rounded_once_with_a_scale_in_fp32():
+    torch.manual_seed(0)
+    x = (torch.randn(500, 96) * 0.03).to(DEVICE, torch.bfloat16)
+    x[0, 0] = 1.1  # 1.1 / 448 is no number of bf16
+    x8, scale = _quantized(x)
+    assert torch.equal(scale, x[0, 0].float() / 448)
+    right = (x.double() / scale.double()).float().to(torch.float8_e4m3fn)
+    assert (x8.float() != right.float()).double().mean() < 1e-3  # a number on the edge may round either way
 
 
 @pytest.mark.gpu
