@@ -61,6 +61,16 @@ def test_gradient_is_the_sum_of_float64_whatever_the_runs(ids):
     torch.testing.assert_close(gradient.double(), float64_gradient(ids, 100, upstream), rtol=1e-5, atol=1e-4)
 
 
+# The first tokens of windows, which is what T = 1 leaves, and every second of one window: both stay views when flattened.
+@pytest.mark.parametrize("ids", [torch.arange(20).view(10, 2)[:, :-1], torch.arange(20)[None, ::2]])
+def test_ids_that_do_not_lie_together_are_read_by_their_strides(ids):
+    ids, weight = ids.to(DEVICE), torch.randn(20, 24).to(DEVICE)
+    upstream = torch.randn(*ids.shape, 24).to(DEVICE)
+    rows, gradient = lookup_and_gradient(ids, weight, torch.float32, upstream)
+    assert torch.equal(rows, F.embedding(ids, weight))
+    assert torch.equal(gradient.double(), float64_gradient(ids, 20, upstream))
+
+
 @pytest.mark.parametrize("width", [40, 128, 200])
 def test_rows_and_gradient_in_16_bits_of_frequencies_like_words(width):
     torch.manual_seed(0)

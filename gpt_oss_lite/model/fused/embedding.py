@@ -38,4 +38,4 @@ def fused_embedding(ids_BT: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Te
     """
     n_rows, width = weight_VD.shape
     torch._assert_async(((ids_BT >= 0) & (ids_BT < n_rows)).all(), f"a token id is not in [0, {n_rows})")
-    return FusedEmbedding.apply(ids_BT.reshape(-1), weight_VD, dtype).view(*ids_BT.shape, width)
+    return FusedEmbedding.apply(ids_BT.reshape(-1).contiguous(), weight_VD, dtype).view(*ids_BT.shape, width)
