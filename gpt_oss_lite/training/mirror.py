@@ -85,7 +85,7 @@ class Mirror:
                 self._put(self._folder / name, name)
         copied = [step for step in manager.list_checkpoints() if self._push_step(manager, step, step in there)]
         self._prune(manager)
-        self._remove_leftovers(copied)
+        self._remove_leftovers()
         return copied
 
     def _push_step(self, manager: CheckpointManager, step: int, there: bool) -> bool:
@@ -168,21 +168,21 @@ class Mirror:
             for name in (meta, *(f"{CHECKPOINTS}/{name}" for name in names)):
                 self._remove(name)
 
-    def _remove_leftovers(self, copied: list[int]) -> None:
-        """Delete the form of a copied step that this copy has replaced (shards, where it is one file now), and what is
-        left of steps that have no meta there: of a copy or a deletion that was killed, and not gone on with."""
+    def _remove_leftovers(self) -> None:
+        """Delete what no step there consists of: the form of a step that a copy has replaced (shards, where it is one
+        file now), and what a killed copy or deletion left without a meta. A step whose meta cannot be read stays."""
         self._store.invalidate_cache()
-        place = f"{self._root}/{CHECKPOINTS}"
         by_step: dict[int | None, set[str]] = {}
-        for path in self._store.find(place):
+        for path in self._store.find(f"{self._root}/{CHECKPOINTS}"):
             name = path.rpartition(f"/{CHECKPOINTS}/")[2]
             by_step.setdefault(step_of(name.partition("/")[0].removesuffix(PART_SUFFIX)), set()).add(name)
         by_step.pop(None, None)
         for step, names in by_step.items():
             meta = f"meta_step_{step}.json"
-            if meta in names and step not in copied:
+            try:
+                parts = {meta, *json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b'{"files": {}}')["files"]}
+            except (ValueError, KeyError, TypeError):
                 continue
-            parts = {meta, *json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b"{}").get("files", {})}
             for name in names - parts:
                 self._remove(f"{CHECKPOINTS}/{name}")
 

@@ -61,7 +61,7 @@ def test_gradient_is_the_sum_of_float64_whatever_the_runs(ids):
     torch.testing.assert_close(gradient.double(), float64_gradient(ids, 100, upstream), rtol=1e-5, atol=1e-4)
 
 
-# The first tokens of windows, which is what T = 1 leaves, and every second of one window: both stay views when flattened.
+# First tokens of windows, which is what T = 1 leaves, and every second of one window: both stay views when flattened.
 @pytest.mark.parametrize("ids", [torch.arange(20).view(10, 2)[:, :-1], torch.arange(20)[None, ::2]])
 def test_ids_that_do_not_lie_together_are_read_by_their_strides(ids):
     ids, weight = ids.to(DEVICE), torch.randn(20, 24).to(DEVICE)

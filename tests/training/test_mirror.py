@@ -208,6 +208,34 @@ def test_a_copy_of_the_other_form_that_was_killed_is_finished_and_leaves_nothing
     assert checkpoint_files(url) == local_files(manager)
 
 
+def test_the_former_files_go_with_a_later_copy_where_their_deletion_was_killed(url, tmp_path, monkeypatch):
+    """Also beside a meta that cannot be read, which is left alone with its step."""
+    run = tmp_path / "run"
+    manager, mirror = CheckpointManager(run / "checkpoints", keep=3), Mirror(url, run)
+    for _ in save_in_shards(manager, 1, 2):
+        mirror.push(manager)
+    consolidate(manager, 2)
+    remove = Mirror._remove
+
+    def dying(self, name):
+        if "shards_step_2" in name or "counts_step_2" in name:
+            raise KeyboardInterrupt
+        remove(self, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mirror, "_remove", dying)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.push(manager)
+    assert mirror.steps() == [1, 2]
+    torn = tmp_path / "torn"
+    torn.write_text('{"files": {"mod')
+    for name in ("meta_step_9.json", "model_step_9.safetensors"):
+        mirror._put(torn, f"checkpoints/{name}")
+    assert mirror.push(manager) == []
+    left = {"meta_step_9.json", "model_step_9.safetensors"}
+    assert checkpoint_files(url) == local_files(manager) | dict.fromkeys(left, torn.read_bytes())
+
+
 def test_what_a_killed_copy_left_of_a_step_that_is_gone_here_is_deleted(url, tmp_path, monkeypatch):
     run = tmp_path / "run"
     manager, mirror = CheckpointManager(run / "checkpoints", keep=1), Mirror(url, run)
