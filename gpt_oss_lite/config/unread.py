@@ -47,6 +47,7 @@ DEPENDENCES = (
     _guarded("nan_guard_max_consecutive"),
     _guarded("nan_guard_max_rollbacks"),
     _guarded("nan_guard_lr_factor"),
+    Dependence("training.nan_guard_lr_factor", "training.nan_guard_max_rollbacks", "greater than 0", bool),
     Dependence("training.nan_guard_lr_steps", "training.nan_guard_lr_factor", "less than 1", lambda by: by < 1),
     Dependence("training.spike_window", "training.spike_zscore", "greater than 0", bool),
     Dependence("training.eval_windows", "training.eval_interval", "greater than 0", bool),

@@ -32,6 +32,7 @@ PAIRS = [
     ("training.nan_guard_max_consecutive=9", ("training.nan_guard=false",), "training.nan_guard=true"),
     ("training.nan_guard_max_rollbacks=9", ("training.nan_guard=false",), "training.nan_guard=true"),
     ("training.nan_guard_lr_factor=0.5", ("training.nan_guard=false",), "training.nan_guard=true"),
+    ("training.nan_guard_lr_factor=0.5", ("training.nan_guard_max_rollbacks=0",), "training.nan_guard_max_rollbacks=3"),
     ("training.nan_guard_lr_steps=9", (), "training.nan_guard_lr_factor=0.5"),
     ("training.spike_window=9", ("training.spike_zscore=0",), "training.spike_zscore=6"),
     ("training.eval_windows=9", (), "training.eval_interval=5"),
