@@ -11,6 +11,7 @@ a crumb of text and taken off where that is said. For the comparison with datatr
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -50,6 +52,7 @@ CRUMB_MEGABYTES = 0.1
 CRUMB_CONFIG = {"pipeline": {"task_bytes": 5_000}, "shard_size_tokens": 1_000, "pack": {"long_context": {"share": 0}}}
 CHAIN = ("clean", "tokenize", "pack_shards")
 WINDOW = 4096
+DOCUMENTS = 32  # at the least: the slowest encoder gets a quarter of an eighth of them
 
 
 def make_corpus(folder: Path) -> Path:
@@ -88,6 +91,20 @@ def texts_of(corpus: Path, megabytes: float) -> Iterator[str]:
             yield text
             if left < 0:
                 return
+
+
+def check_corpus(corpus: Path) -> None:
+    """See that a corpus has what the measurements need.
+
+    Raises:
+        UserError: it has not.
+    """
+    try:
+        found = sum(1 for _ in islice(texts_of(corpus, math.inf), DOCUMENTS))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"--corpus {corpus}: a line is no JSON object with a text") from None
+    if found < DOCUMENTS:
+        raise UserError(f"--corpus {corpus} holds {found} documents: it must have at least {DOCUMENTS}")
 
 
 def rate(action: Callable[[str], object], texts: list[str]) -> float:
@@ -367,6 +384,7 @@ def main(
         raise UserError(f"--scratch {scratch}: there is no such folder")
     if datatrove is not None and shutil.which(datatrove) is None:
         raise UserError(f"--datatrove {datatrove}: there is no such program")
+    check_corpus(corpus)
     found = bench(corpus, Options(megabytes or [50, 200], datatrove, datatrove_megabytes, repeats, scratch))
     print_json(found) if as_json else show(found)
 

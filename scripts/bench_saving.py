@@ -40,7 +40,7 @@ def config_of(parameters: float) -> ModelConfig:
 
 @app.command()
 def bench(
-    parameters: Annotated[float, typer.Option(min=1, help="Of the model, about.")] = 50e6,
+    parameters: Annotated[float, typer.Option(min=1, max=1e12, help="Of the model, about.")] = 50e6,
     saves: Annotated[int, typer.Option(min=1, help="Saves to measure.")] = 4,
     folder: Annotated[Path | None, typer.Option(help="Where to write. Default: the system's temporary folder.")] = None,
 ) -> None:

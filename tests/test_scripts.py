@@ -243,8 +243,10 @@ WRONG_WORDS = {
     "bench_pipeline.py --corpus none.jsonl": "--corpus none.jsonl: there is no such file",
     "bench_pipeline.py --corpus README.md --scratch none": "--scratch none: there is no such folder",
     "bench_pipeline.py --corpus README.md --datatrove none": "--datatrove none: there is no such program",
+    "bench_pipeline.py --corpus README.md": "--corpus README.md: a line is no JSON object with a text",
     "bench_pipeline.py --corpus README.md --repeats 0": "Invalid value for '--repeats'",
     "bench_saving.py --folder none": "--folder none: there is no such folder",
+    "bench_saving.py --parameters inf": "Invalid value for '--parameters'",
     "bench_saving.py --saves 0": "Invalid value for '--saves'",
     "compare_paths.py --config none": "Missing option '--data'",
     "demo.py --set training.lr=-1": "--set training.lr=-1: training.lr is -1: it must be greater than 0",
@@ -261,6 +263,16 @@ def test_words_that_cannot_work_are_one_line(words):
     assert result.stderr.startswith(f"error: {WRONG_WORDS[words]}")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_corpus_of_too_few_documents_is_refused_before_anything_is_measured(tmp_path):
+    corpus = tmp_path / "few.jsonl"
+    for n_documents in (0, 31):
+        corpus.write_text('{"id": "a", "text": "b"}\n' * n_documents)
+        with pytest.raises(UserError, match=rf"few\.jsonl holds {n_documents} documents: .* 32"):
+            load("bench_pipeline").check_corpus(corpus)
+    corpus.write_text('{"id": "a", "text": "b"}\n' * 32)
+    load("bench_pipeline").check_corpus(corpus)
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
