@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import needs_packages  # noqa: F401
 import torch
 import typer
-from learning_plan import Experiment, Plan, Size, choose
+from learning_plan import Base, Experiment, Plan, Size, choose
 
 from gpt_oss_lite.training.run_folder import versions
 from shared_data.console import run_app, say
@@ -91,6 +91,7 @@ class Bench:
         except (OSError, ValueError, KeyError, IndexError) as error:  # the others still have their turn
             result = {"error": f"{type(error).__name__}: {error}"}
         result.update(name=experiment.name, group=experiment.group, seed=experiment.seed,
+                      init_from=experiment.init_from,
                       sets={key: str(value) for key, value in experiment.sets.items()},
                       seconds=time.monotonic() - started)  # fmt: skip
         write_atomic(self.result_file(experiment.name), json.dumps(result))
@@ -224,19 +225,21 @@ def run(
     minutes: Annotated[float, typer.Option(help="No experiment is begun that would end later.")] = 60.0,
     size: SizeOption = "full",
     real_steps: Annotated[int, typer.Option(min=2, help="Steps of the real run.")] = 900,
+    winners_steps: Annotated[int, typer.Option(min=2, help="Steps of the run with what won the ablations.")] = 440,
     parity_steps: Annotated[int, typer.Option(min=2, help="Steps of the comparison.")] = 300,
     parity_micro_batch: Annotated[int, typer.Option(min=1, help="Windows of a step of the comparison.")] = 2,
     ablation_steps: Annotated[int, typer.Option(min=2, help="Steps of the ablations.")] = 300,
     long_steps: Annotated[int, typer.Option(min=2, help="Steps of the extension.")] = 40,
     long_window: Annotated[int, typer.Option(min=64, help="Its window, tokens.")] = 32_768,
     passkey_length: Annotated[int, typer.Option(min=64, help="Longest text with a passkey, tokens.")] = 131_072,
+    long_from: Annotated[Base, typer.Option(help="Run that the long-context part starts from.")] = "real",
 ) -> int:
     """Run experiments; 0 if all are done."""
     started = time.monotonic()
     plan = Plan(
-        data=data, long_data=long_data, size=size, real_steps=real_steps, parity_steps=parity_steps,
-        parity_micro_batch=parity_micro_batch, ablation_steps=ablation_steps, long_steps=long_steps,
-        long_window=long_window, passkey_length=passkey_length,
+        data=data, long_data=long_data, size=size, real_steps=real_steps, winners_steps=winners_steps,
+        parity_steps=parity_steps, parity_micro_batch=parity_micro_batch, ablation_steps=ablation_steps,
+        long_steps=long_steps, long_window=long_window, passkey_length=passkey_length, long_from=long_from,
     )  # fmt: skip
     chosen = chosen_of(plan, only)
     if not (data / "manifest.json").is_file():

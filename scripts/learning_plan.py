@@ -15,6 +15,8 @@ RECIPE = ROOT / "configs/pretrain_h200_502m.yaml"
 EXTENSION = ROOT / "configs/extend_128k.yaml"
 
 Size = Literal["full", "mini"]
+Base = Literal["real", "real-muon-wsd"]
+"""Runs that the long-context part can start from."""
 Sets = Mapping[str, object]
 
 
@@ -56,7 +58,10 @@ class Plan:
     size: Size = "full"
     tokens_per_s: float = 280_000
     """Of the 502M recipe on the machine, for the expected seconds."""
+    muon_seconds: float = 0.7
+    """That Muon adds to a step of the 502M recipe, whatever its tokens: measured with products by cuBLASLt."""
     real_steps: int = 900
+    winners_steps: int = 440
     parity_steps: int = 300
     parity_micro_batch: int = 2
     ablation_steps: int = 300
@@ -64,10 +69,12 @@ class Plan:
     long_window: int = 32_768
     passkey_length: int = 131_072
     """Longest text that passkeys are looked for in."""
+    long_from: Base = "real"
+    """The experiment that the long-context part starts from."""
 
     def experiments(self) -> list[Experiment]:
         """All of them, in order."""
-        return [*self.real(), *self.parity(), *self.ablations(), *self.long()]
+        return [*self.real(), *self.winners(), *self.parity(), *self.ablations(), *self.long()]
 
     # The parts that all share
 
@@ -95,27 +102,42 @@ class Plan:
         """Tokens of a window of the recipe; of mini, of a text that a key fits in."""
         return 4096 if self.size == "full" else 512
 
-    # 1. The real run
+    # 1. The real run, and the winners of the ablations in its place
 
     def real(self) -> list[Experiment]:
         """The 502M recipe, its schedule scaled to the steps."""
-        steps = self.real_steps
+        return [self._whole_run("real", "real", self.real_steps, {}, samples=2)]
+
+    def winners(self) -> list[Experiment]:
+        """The same with the two changes that won the ablations together, and steps of its own."""
+        steps = self.winners_steps
+        change = {**ABLATIONS["muon"], **ABLATIONS["wsd"], "training.decay_steps": max(steps // 5, 1)}
+        return [self._whole_run("real-muon-wsd", "winners", steps, change, samples=1)]
+
+    def _whole_run(self, name: str, group: str, steps: int, change: Sets, samples: int) -> Experiment:
         sets = {
             **self._common(steps, 32 if self.size == "full" else 2, warmup=max(steps // 10, 1), log_interval=10),
             "training.eval_interval": max(steps // 6, 1),
+            **change,
         }
         questions = {
-            "data": self.data / "validation", "samples": 2, "export": True, "report": True,
+            "data": self.data / "validation", "samples": samples, "export": True, "report": True,
             "positions": self._context(), "passkey_lengths": [self._context() // part for part in (8, 4, 2, 1)],
             "trials": 20,
         }  # fmt: skip
-        seconds = self._seconds(steps, 32, start_up=90)
-        return [Experiment("real", "real", sets, seconds=seconds, questions=questions)]
+        # Compiling, seven evaluations and 40 s of questions; samples are decoded one by one.
+        seconds = self._seconds(steps, 32, start_up=100 + 18 * samples)
+        if sets.get("training.optimizer") == "muon":
+            seconds += steps * self.muon_seconds
+        return Experiment(name, group, sets, seconds=seconds, questions=questions)
 
     # 2. Parity
 
     def parity(self) -> list[Experiment]:
-        """transformers' GptOss, our GPT-OSS variant and our recipe: two seeds each, on the same windows."""
+        """transformers' GptOss, our GPT-OSS variant and our recipe: two seeds each, on the same windows.
+
+        The variant also with an fp32 residual stream, as transformers' is; the fused path does not take it.
+        """
         steps, windows = self.parity_steps, self.parity_micro_batch
         common = self._common(steps, windows, warmup=steps // 10, log_interval=1)
         variant = {**common, **GPT_OSS}
@@ -126,6 +148,8 @@ class Plan:
             seconds = self._seconds(steps, windows, start_up=45, speed=0.7)
             runs.append(Experiment(f"gpt-oss-{seed}", "parity", variant, seed, seconds=seconds))
             runs.append(Experiment(f"recipe-{seed}", "parity", common, seed, seconds=seconds))
+            fp32 = {**variant, "model.residual_dtype": "fp32"}
+            runs.append(Experiment(f"gpt-oss-fp32-{seed}", "parity", fp32, seed, seconds=2 * seconds))
         return runs
 
     # 3. What pays
@@ -168,24 +192,31 @@ class Plan:
             "data": long_data / "validation", "positions": min(self.long_window, self.passkey_length),
             "passkey_lengths": lengths, "trials": 3,
         }  # fmt: skip
-        window, steps = self.long_window, self.long_steps
-        extended = {
-            **self._common(steps, max(131_072 // window, 1) if self.size == "full" else 1, steps // 10, log_interval=5),
+        (base,) = (one for one in (*self.real(), *self.winners()) if one.name == self.long_from)
+        extended = self._extension(long_data)
+        seconds = {"questions": 75.0, "extended": self._seconds(self.long_steps, 32, 120, speed=0.5)}
+        return [
+            Experiment("long-before", "long", {}, init_from=base.name, trains=False, questions=questions,
+                       seconds=seconds["questions"]),
+            Experiment("long-extended", "long", extended, recipe=EXTENSION, init_from=base.name, questions=questions,
+                       seconds=seconds["extended"]),
+            Experiment("long-scale-32", "long", {**base.sets, "model.rope_scale": 32},
+                       questions={**questions, "rope_scale": 32}, seconds=base.seconds),
+        ]  # fmt: skip
+
+    def _extension(self, long_data: Path) -> dict[str, object]:
+        """The recipe of the extension with fewer and shorter windows, as many tokens a step.
+
+        Its warm-up is a quarter of the steps: AdamW's moments start from nothing, and the second one looks back over
+        20 steps.
+        """
+        window, steps, full = self.long_window, self.long_steps, self.size == "full"
+        return {
+            **self._common(steps, max(131_072 // window, 1) if full else 1, max(steps // 4, 1), log_interval=5),
             "data.train_data_path": long_data,
             "model.max_seq_len": window,
-            "training.eval_windows": 16 if self.size == "full" else 1,
+            "training.eval_windows": 16 if full else 1,
         }
-        real = self.real()[0]
-        from_start = {**real.sets, "model.rope_scale": 32}
-        seconds = {"questions": 90.0, "extended": self._seconds(steps, 32, 120, speed=0.5)}
-        return [
-            Experiment("long-before", "long", {}, init_from="real", trains=False, questions=questions,
-                       seconds=seconds["questions"]),
-            Experiment("long-extended", "long", extended, recipe=EXTENSION, init_from="real", questions=questions,
-                       seconds=seconds["extended"]),
-            Experiment("long-scale-32", "long", from_start, questions={**questions, "rope_scale": 32},
-                       seconds=real.seconds + 60),
-        ]  # fmt: skip
 
 
 GPT_OSS: Sets = {

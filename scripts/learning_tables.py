@@ -5,23 +5,19 @@ says, and stays as it is where they have not. Pictures likewise.
 """
 
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from learning_page import Results, answered, has, image, left_where_incomplete, picture, prose, replaced, table
 from learning_plan import ABLATIONS
 
 from gpt_oss_lite.inference.passkey import Cell, heat_map
-from gpt_oss_lite.pictures import save_picture
 from gpt_oss_lite.training.flops import format_mfu
-from shared_data.console import say
-from shared_data.errors import UserError, require_extra
 from shared_data.files import write_atomic
 
-Results = Mapping[str, Any]
 SMOOTHED_STEPS = 20
 
 
@@ -51,47 +47,6 @@ def write_page(content: Mapping[str, Any], page: Path) -> list[Path]:
     return [page, *written]
 
 
-@contextmanager
-def left_where_incomplete(name: str) -> Iterator[None]:
-    """What is written inside stays as it is, with a line that says so, where the results lack what it wants."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        say(f"{name} stays as it is: the results lack something ({type(error).__name__}: {error})")
-
-
-def replaced(text: str, name: str, lines: Sequence[str], page: Path) -> str:
-    """The page's text with other lines in one part."""
-    new, count = re.subn(
-        rf"^(<!-- {name} -->\n).*?^(<!-- end -->)$",
-        lambda match: match[1] + "\n".join(lines) + "\n" + match[2],
-        text,
-        flags=re.DOTALL | re.MULTILINE,
-    )
-    if count != 1:
-        marks = f"<!-- {name} --> and <!-- end -->"
-        raise UserError(f"--page {page}: it has {count} parts between {marks}, it must have one")
-    return new
-
-
-def image(name: str, about: str) -> str:
-    """A picture of the page."""
-    return f"![{about}](learning/{name})"
-
-
-def prose(said: str) -> list[str]:
-    """A paragraph in lines."""
-    return textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A Markdown table; figures to the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return [f"| {' | '.join(map(str, row))} |" for row in (header, rule, *rows)]
-
-
 # The text
 
 
@@ -113,6 +68,7 @@ SEEDS = (0, 1)
 MODELS = {"transformers": ("transformers' GptOss", "C1"), "gpt-oss": ("ours, GPT-OSS's variant", "C0"),
           "recipe": ("our recipe", "C2")}  # fmt: skip
 """Their names on the page and colours."""
+FP32 = "gpt-oss-fp32"
 
 
 def of_both_seeds(results: Results, name: str) -> list[Mapping[str, Any]]:
@@ -134,7 +90,10 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def parity(results: Results) -> list[str]:
     """Final losses of the three models, and how far apart their curves lie."""
     rows = []
-    for key, (name, _) in MODELS.items():
+    names = {key: name for key, (name, _) in MODELS.items()}
+    if all(f"{FP32}-{seed}" in results for seed in SEEDS):
+        names[FP32] = "ours, GPT-OSS's variant, residual stream in fp32"
+    for key, name in names.items():
         pair = of_both_seeds(results, key)
         ends = [f"{smoothed(losses(one))[-1]:.4f}" for one in pair]
         held_out = [f"{one['final']['loss']:.4f}" for one in pair]
@@ -180,21 +139,36 @@ def real(results: Results) -> list[str]:
         ([name, f"{own['tokens']:,}", f"{own['loss']:.4f}", f"{own['perplexity']:.2f}", f"{own['bits_per_byte']:.4f}"]
          for name, own in sources),
     )  # fmt: skip
-    settled = [row for row in rows if row["step"] > 1]
-    speed = np.median([row["tokens_per_s"] for row in settled])
-    shares = [row["mfu"] for row in settled if row["mfu"] is not None]
-    mfu = format_mfu(float(np.median(shares)) if shares else None)
-    load = np.array(result["load"])
-    imbalance = load.max(axis=1) / load.mean(axis=1)
+    speed, mfu = speed_of(result)
+    imbalance = imbalance_of(result)
     steps, tokens = rows[-1]["step"], rows[-1]["tokens"]
     said = (
         f"{steps} steps, {tokens / 1e6:.1f} M tokens ({rows[-1]['epoch'] + 1} epochs begun), "
         f"{result['seconds']:.0f} s with start, evaluations and questions; {speed:,.0f} tokens/s, MFU {mfu}, peak "
-        f"{max(row['memory_gib'] for row in rows):.1f} GiB. At the end the busiest expert of the worst layer has "
+        f"{peak_of(result):.1f} GiB. At the end the busiest expert of the worst layer has "
         f"{imbalance.max():.2f} times its share (aimed for: at most 1.5), {imbalance.mean():.2f} in the mean over "
         f"layers. Steps skipped: {result['skips']}."
     )
     return [*lines, "", *prose(said), "", image("real.svg", "training and held-out loss")]
+
+
+def speed_of(result: Mapping[str, Any]) -> tuple[float, str]:
+    """Tokens per second in the median over a run's rows, and MFU as it is written."""
+    settled = [row for row in result["rows"] if row["step"] > 1]
+    shares = [row["mfu"] for row in settled if row["mfu"] is not None]
+    speed = float(np.median([row["tokens_per_s"] for row in settled]))
+    return speed, format_mfu(float(np.median(shares)) if shares else None)
+
+
+def imbalance_of(result: Mapping[str, Any]) -> np.ndarray:
+    """Of each layer the busiest expert's load, in shares of an expert, at the end of a run."""
+    load = np.array(result["load"])
+    return np.asarray(load.max(axis=1) / load.mean(axis=1))
+
+
+def peak_of(result: Mapping[str, Any]) -> float:
+    """GiB."""
+    return float(max(row["memory_gib"] for row in result["rows"]))
 
 
 def draw_real(results: Results, path: Path) -> None:
@@ -207,19 +181,21 @@ def draw_real(results: Results, path: Path) -> None:
         axes.set(xlabel="step", ylabel="nats per token")
 
 
-def passkeys_of(results: Results, name: str) -> list[Cell]:
-    """Cells of an experiment."""
+def cells_of(result: Mapping[str, Any]) -> list[Cell]:
+    """Passkeys that were looked for in a run's model."""
     fields = Cell.__dataclass_fields__
-    return [Cell(**{key: cell[key] for key in fields}) for cell in results[name]["answers"]["passkey_lengths"]]
+    return [Cell(**{key: cell[key] for key in fields}) for cell in result["answers"]["passkey_lengths"]]
+
+
+def found_of(cells: Sequence[Cell], length: int) -> str:
+    """Found of asked over all depths; a dash where none was asked."""
+    own = [cell for cell in cells if cell.length == length]
+    return f"{sum(cell.found for cell in own)} of {sum(cell.trials for cell in own)}" if own else "-"
 
 
 def passkeys(results: Results) -> list[str]:
-    """Found of asked, by length and depth."""
-    return passkey_table(passkeys_of(results, "real"))
-
-
-def passkey_table(cells: Sequence[Cell]) -> list[str]:
-    """A row for each length, a column for each depth."""
+    """Found of asked: a row for each length, a column for each depth."""
+    cells = cells_of(results["real"])
     depths = sorted({cell.depth for cell in cells})
     rows = []
     for length in sorted({cell.length for cell in cells}):
@@ -276,25 +252,104 @@ def ablations(results: Results) -> list[str]:
     return [*table(header, rows), "", *prose(noise)]
 
 
+# The winners at the real run's size
+
+BOTH = {"real": ("the recipe", "C0"), "real-muon-wsd": ("Muon and WSD", "C1")}
+"""Their names on the page and colours."""
+
+
+def winners(results: Results) -> list[str]:
+    """Held-out figures of both runs side by side, and what they cost."""
+    theirs, ours = (results[name] for name in BOTH)
+    before, after = theirs["answers"]["held_out"], ours["answers"]["held_out"]
+    rows = [
+        [name, f"{one['loss']:.4f}", f"{other['loss']:.4f}", f"{other['loss'] - one['loss']:+.4f}",
+         f"{one['bits_per_byte']:.4f}", f"{other['bits_per_byte']:.4f}"]
+        for name, one, other in [*((name, own, after["by_source"][name]) for name, own in before["by_source"].items()),
+                                 ("all", before, after)]
+    ]  # fmt: skip
+    names = [name for name, _ in BOTH.values()]
+    header = ["held out", *(f"loss, {name}" for name in names), "", *(f"bits per byte, {name}" for name in names)]
+    lines = [*table(header, rows), "", *table(["", *names], run_figures([theirs, ours]))]
+    last = ours["rows"][-1]["step"]
+    at_once = [one["loss"] for one in theirs["evaluations"] if one["step"] == last]
+    if at_once and theirs["rows"][-1]["step"] > last:
+        said = (
+            f"After as many tokens, {last} steps, the recipe's loss was {at_once[0]:.4f} on the windows that are "
+            f"evaluated during training, and that of Muon and WSD {ours['final']['loss']:.4f}; but the recipe's rate "
+            f"was {rate_of(theirs, last):.0%} of its peak then, and the other's had come down."
+        )
+        lines += ["", *prose(said)]
+    return [*lines, "", image("winners.svg", "training and held-out loss of both runs by tokens")]
+
+
+def rate_of(result: Mapping[str, Any], step: int) -> float:
+    """Learning rate at a step as a share of the largest."""
+    rates = {row["step"]: row["lr"] for row in result["rows"]}
+    return float(rates[step] / max(rates.values()))
+
+
+def run_figures(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A column for each run: length, speed, memory, balance, passkeys."""
+    rows = {
+        "steps": [f"{run['rows'][-1]['step']:,}" for run in runs],
+        "tokens": [f"{run['rows'][-1]['tokens'] / 1e6:.1f} M" for run in runs],
+        "tokens/s": [f"{speed_of(run)[0]:,.0f}" for run in runs],
+        "MFU": [speed_of(run)[1] for run in runs],
+        "peak memory": [f"{peak_of(run):.1f} GiB" for run in runs],
+        "worst layer's busiest expert": [f"{imbalance_of(run).max():.2f}" for run in runs],
+        "the same, mean over layers": [f"{imbalance_of(run).mean():.2f}" for run in runs],
+        "steps skipped": [str(run["skips"]) for run in runs],
+    }
+    if all(answered(run, "passkey_lengths") for run in runs):
+        of_runs = [cells_of(run) for run in runs]
+        for length in sorted({cell.length for cells in of_runs for cell in cells}):
+            rows[f"passkeys in {length:,} tokens"] = [found_of(cells, length) for cells in of_runs]
+    return [[name, *values] for name, values in rows.items()]
+
+
+def draw_winners(results: Results, path: Path) -> None:
+    """Training and held-out loss of both by tokens."""
+    with picture(path) as axes:
+        for key, (name, colour) in BOTH.items():
+            result = results[key]
+            tokens = {row["step"]: row["tokens"] / 1e6 for row in result["rows"]}
+            axes.plot(list(tokens.values()), losses(result), color=colour, alpha=0.5, label=f"{name}, training")
+            held_out = [one for one in result["evaluations"] if one["step"] in tokens]
+            axes.plot([tokens[one["step"]] for one in held_out], [one["loss"] for one in held_out], "o-",
+                      color=colour, label=f"{name}, held out")  # fmt: skip
+        axes.set(xlabel="million tokens", ylabel="nats per token")
+
+
 # Long context
 
 LONG = {"long-before": "trained at 4,096, scale as needed", "long-extended": "after the extension",
         "long-scale-32": "scale 32 from the start, 4,096"}  # fmt: skip
+BASES = {"real": "the recipe's run (`real`)", "real-muon-wsd": "the run with Muon and WSD (`real-muon-wsd`)"}
 
 
 def long_passkeys(results: Results) -> list[str]:
-    """Share of passkeys found over all depths, by length."""
-    done = {name: passkeys_of(results, name) for name in LONG if name in results}
+    """The base, and the share of passkeys found over all depths, by length."""
+    done = {name: cells_of(results[name]) for name in LONG if name in results}
     lengths = sorted({cell.length for cells in done.values() for cell in cells})
-    rows = []
-    for name, cells in done.items():
-        shares = []
-        for length in lengths:
-            own = [cell for cell in cells if cell.length == length]
-            shares.append(f"{sum(c.found for c in own)} of {sum(c.trials for c in own)}" if own else "-")
-        rows.append([LONG[name], *shares])
+    rows = [[LONG[name], *(found_of(cells, length) for length in lengths)] for name, cells in done.items()]
     lines = table(["passkeys found", *(f"{length:,}" for length in lengths)], rows)
-    return [*lines, "", *(image(picture_of(name), f"passkeys by length and depth: {LONG[name]}") for name in done)]
+    images = (image(picture_of(name), f"passkeys by length and depth: {LONG[name]}") for name in done)
+    return [*long_base(results), *lines, "", *images]
+
+
+def long_base(results: Results) -> list[str]:
+    """Which run the extension goes on from, where that is known."""
+    bases = {results[name]["init_from"] for name in ("long-before", "long-extended") if name in results}
+    if not bases:
+        return []
+    if len(bases) > 1:
+        raise ValueError(f"the long-context experiments start from different runs: {', '.join(sorted(bases))}")
+    said = [f"Before the extension: {BASES[bases.pop()]}."]
+    if "long-extended" in results:
+        last = results["long-extended"]["rows"][-1]
+        said.append(f"The extension: {last['step']} steps, {last['tokens'] / 1e6:.1f} M tokens.")
+    return [*prose(" ".join(said)), ""]
 
 
 def long_positions(results: Results) -> list[str]:
@@ -311,37 +366,9 @@ def picture_of(name: str) -> str:
     return f"passkeys-{name.removeprefix('long-')}.svg"
 
 
-def draw_passkeys(name: str, title: str) -> Callable[[Results, Path], None]:
+def draw_passkeys(name: str, results: Results, path: Path) -> None:
     """The heat map of an experiment."""
-    return lambda results, path: heat_map(passkeys_of(results, name), path, title)
-
-
-@contextmanager
-def picture(path: Path) -> Iterator[Any]:
-    """A pair of axes to draw on, and then a file."""
-    figure_module = require_extra("matplotlib.figure", "plot")
-    figure = figure_module.Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    yield axes
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_picture(figure, path)
-
-
-def has(*names: str, answer: str | None = None) -> Callable[[Results], bool]:
-    """Whether results have experiments, and an answer that is no error."""
-
-    def check(results: Results) -> bool:
-        there = all(name in results for name in names)
-        return there and (answer is None or all(answered(results[name], answer) for name in names))
-
-    return check
-
-
-def answered(result: Mapping[str, Any], answer: str) -> bool:
-    """Whether a question has an answer that is no error."""
-    found = result.get("answers", {}).get(answer)
-    return bool(found) and not (isinstance(found, dict) and "error" in found)
+    heat_map(cells_of(results[name]), path, LONG[name])
 
 
 def has_long(answer: str) -> Callable[[Results], bool]:
@@ -361,12 +388,13 @@ PARTS: dict[str, tuple[Callable[[Results], list[str]], Callable[[Results], bool]
     "samples": (samples, has("real", answer="samples")),
     "exported": (exported, has("real", answer="export")),
     "ablations": (ablations, has("baseline-0", "baseline-1")),
+    "winners": (winners, has(*BOTH, answer="held_out")),
     "long-passkeys": (long_passkeys, has_long("passkey_lengths")),
     "long-positions": (long_positions, has_long("positions")),
 }
 PICTURES: dict[str, tuple[Callable[[Results, Path], None], Callable[[Results], bool]]] = {
     "parity.svg": (draw_parity, has(*SIX)),
     "real.svg": (draw_real, has("real")),
-    **{picture_of(name): (draw_passkeys(name, title), has(name, answer="passkey_lengths"))
-       for name, title in LONG.items()},
+    "winners.svg": (draw_winners, has(*BOTH)),
+    **{picture_of(name): (partial(draw_passkeys, name), has(name, answer="passkey_lengths")) for name in LONG},
 }  # fmt: skip

@@ -45,7 +45,7 @@ def test_transformers_gpt_oss_learns_step_by_step_as_our_loop_does(tmp_path):
 def test_every_experiment_is_a_recipe_that_loads(size):
     plan = Plan(data=ROOT, size=size, **({} if size == "full" else {"long_window": 512, "passkey_length": 1024}))
     experiments = plan.experiments()
-    assert len({one.name for one in experiments}) == len(experiments) == 1 + 6 + 2 * len(ABLATIONS) + 3
+    assert len({one.name for one in experiments}) == len(experiments) == 1 + 1 + 8 + 2 * len(ABLATIONS) + 3
     for one in experiments:
         words = [word for word in one.words() if word != "--set"]
         recipe = load_recipe(one.recipe, words)
@@ -59,9 +59,21 @@ def test_every_experiment_is_a_recipe_that_loads(size):
     assert named["all-full-attention-0"].model.window_size is None
     assert named["long-extended"].model.rope_scale == named["long-scale-32"].model.rope_scale == 32
     assert named["gpt-oss-0"].model == named["transformers-0"].model
+    winners = named["real-muon-wsd"].training
+    assert (winners.optimizer, winners.schedule, winners.decay_steps) == ("muon", "wsd", 88)
+    assert [one.init_from for one in experiments if one.group == "long"] == ["real", "real", None]
+    assert named["gpt-oss-fp32-1"].model.residual_dtype == "fp32"
     assert [one.name for one in choose(experiments, ["parity", "dense-1"])] == [
-        "transformers-0", "gpt-oss-0", "recipe-0", "transformers-1", "gpt-oss-1", "recipe-1", "dense-1",
+        "transformers-0", "gpt-oss-0", "recipe-0", "gpt-oss-fp32-0",
+        "transformers-1", "gpt-oss-1", "recipe-1", "gpt-oss-fp32-1", "dense-1",
     ]  # fmt: skip
+
+
+def test_the_long_part_starts_from_the_run_that_is_named():
+    named = {one.name: one for one in Plan(data=ROOT, long_from="real-muon-wsd").experiments()}
+    assert named["long-before"].init_from == named["long-extended"].init_from == "real-muon-wsd"
+    from_start = {**named["real-muon-wsd"].sets, "model.rope_scale": 32}
+    assert named["long-scale-32"].sets == from_start
 
 
 def test_the_ablations_compare_models_of_equal_active_size():
@@ -97,12 +109,15 @@ def fake_results() -> dict[str, object]:
                 "seconds": 1.0, "corpus": {"total_tokens": 77, "sources": {"prose": {"documents": 3, "bytes": 5_000_000,
                 "tokens": 77}}}}  # fmt: skip
 
-    names = [one.name for one in Plan(data=ROOT).experiments()]
-    results = {name: result(3.0 + 0.01 * int(name[-1] == "1")) for name in names}
+    results = {
+        one.name: {**result(3.0 + 0.01 * int(one.name[-1] == "1")), "init_from": one.init_from}
+        for one in Plan(data=ROOT).experiments()
+    }
     for seed in (0, 1):
         results[f"dense-{seed}"] = result(3.5 + 0.01 * seed)
         results[f"muon-{seed}"] = result(2.5 + 0.01 * seed)
         results[f"gpt-oss-{seed}"] = result(3.002 + 0.01 * seed)
+    results["real-muon-wsd"] = {**result(2.75), "init_from": None}
     return {"results": results}
 
 
@@ -120,10 +135,13 @@ def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
     assert [line.split(" | ")[0] for line in (table[0], table[-1])] == ["| muon", "| dense"]
     assert "-0.5000" in table[0]
     assert all(line.endswith("within the noise |") for line in table[1:-1])
+    assert "| ours, GPT-OSS's variant, residual stream in fp32 | 3.0000 | 3.0100 |" in text
+    assert "| all | 3.0000 | 2.7500 | -0.2500 | 1.5000 | 1.3750 |" in text
+    assert "| passkeys in 4,096 tokens | 2 of 3 | 2 of 3 |" in text
     assert "2.00 times its share" not in text
     assert "1.50 times its share" in text
     assert {path.name for path in written} == {
-        "learning.md", "parity.svg", "real.svg", "passkeys-before.svg", "passkeys-extended.svg",
+        "learning.md", "parity.svg", "real.svg", "winners.svg", "passkeys-before.svg", "passkeys-extended.svg",
         "passkeys-scale-32.svg",
     }  # fmt: skip
     for path in written[1:]:
