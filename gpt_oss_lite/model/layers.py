@@ -41,7 +41,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich, 2019): statistics in fp32, activations in their own dtype."""
+    """Root-mean-square norm (Zhang and Sennrich, 2019): statistics and gain in fp32, activations in their own dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -49,9 +49,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x over its root mean square, times the gain, in x's dtype (Zhang and Sennrich, 2019)."""
-        # The gain takes x's dtype: a kernel that fuses the norm wants one dtype, and no fp32 copy of x is kept.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+        """x over its root mean square, times the gain, rounded once to x's dtype."""
+        # In x's dtype the gain would be rounded too, and bf16 has no number between 1 and 1.0078.
+        wider = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return F.rms_norm(wider, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:

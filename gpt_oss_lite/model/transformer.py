@@ -17,7 +17,7 @@ from gpt_oss_lite.model.documents import positions_in_documents
 from gpt_oss_lite.model.fused.block import (
     FusedBlock,
     why_not_fused_attention,
-    why_not_fused_embedding,
+    why_not_fused_ends,
     why_not_fused_moe,
 )
 from gpt_oss_lite.model.kv_cache import KVCache
@@ -156,7 +156,7 @@ class GPTOSS(nn.Module):
             layers.append(stats)
         if cache is not None:
             cache.advance(ids_BT.shape[1])
-        return self.norm(x_BTD).to(compute_dtype(self.head.weight)), _over_layers(layers)
+        return self._normalised(x_BTD).to(compute_dtype(self.head.weight)), _over_layers(layers)
 
     def enable_gradient_checkpointing(self, every: int) -> None:
         """Recompute the blocks i with i % every == 0 in the backward pass instead of keeping their activations.
@@ -199,9 +199,20 @@ class GPTOSS(nn.Module):
         start = 0 if cache is None else cache.length
         return torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
 
+    def _has_fused_ends(self) -> bool:
+        weight = self.embed.weight
+        return why_not_fused_ends(self.config, weight.device.type, compute_dtype(weight)) is None
+
+    def _normalised(self, x_BTD: Tensor) -> Tensor:
+        if not self._has_fused_ends():
+            return self.norm(x_BTD)
+        from gpt_oss_lite.model.fused.norm import fused_rms_norm  # and with it Triton
+
+        return fused_rms_norm(x_BTD, self.norm.weight, self.norm.eps)
+
     def _embedded(self, ids_BT: Tensor) -> Tensor:
         weight, dtype = self.embed.weight, self._residual_dtype()
-        if why_not_fused_embedding(self.config, weight.device.type, compute_dtype(weight)) is not None:
+        if not self._has_fused_ends():
             return self.embed(ids_BT).to(dtype)
         from gpt_oss_lite.model.fused.embedding import fused_embedding  # and with it Triton
 

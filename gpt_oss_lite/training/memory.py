@@ -315,12 +315,14 @@ def _saved_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalve
     width, hidden = config.d_model, config.expert_hidden_size
     queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     routed, used = config.experts_per_token, config.experts_per_token + config.n_shared_experts
-    # Input and output of the norm; rotated q and k, v, and the output: the softmax is recomputed.
-    attention = compute * (2 * width + 2 * queries + 2 * keys)
+    # Output of the norm and its input, which PyTorch's norm keeps in fp32; rotated q and k, v, and the output: the
+    # softmax is recomputed.
+    attention = compute * (width + 2 * queries + 2 * keys) + (compute if fused.attention else FP32) * width
     if fused.attention:
         attention += FP32 * (1 + config.n_heads)  # 1 / rms, and the log-sum-exps
     # The reference path also keeps silu(gate) and the experts' outputs, which are weighted last.
-    moe = compute * (2 * width + (1 if fused.moe else 2) * routed * width + (3 if fused.moe else 4) * used * hidden)
+    moe = compute * (width + (1 if fused.moe else 2) * routed * width + (3 if fused.moe else 4) * used * hidden)
+    moe += (compute if fused.moe else FP32) * width
     if fused.moe:
         moe += FP32 * (2 + config.n_experts + 4 * routed)  # 1 / rms, log-sum-exp, probabilities, the slots' places
     return attention + moe

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
 
 from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.model.fused.block import why_not_fused_embedding
+from gpt_oss_lite.model.fused.block import why_not_fused_ends
 from gpt_oss_lite.model.fused.embedding import fused_embedding
 from gpt_oss_lite.model.kernels.embedding import CHUNK
 
@@ -107,9 +107,9 @@ def test_an_id_outside_the_matrix_is_an_error(bad):
 
 def test_it_serves_where_a_half_of_the_blocks_is_fused():
     def why_not(**keys):
-        return why_not_fused_embedding(ModelConfig(**keys), "cuda", torch.bfloat16)
+        return why_not_fused_ends(ModelConfig(**keys), "cuda", torch.bfloat16)
 
     assert why_not() is why_not(moe_dispatch="reference") is why_not(attention_backend="reference") is None
     assert "reference" in why_not(moe_dispatch="reference", attention_backend="reference")
     assert "residual_dtype" in why_not(residual_dtype="fp32")
-    assert "cpu" in why_not_fused_embedding(ModelConfig(), "cpu", torch.bfloat16)
+    assert "cpu" in why_not_fused_ends(ModelConfig(), "cpu", torch.bfloat16)

@@ -173,7 +173,9 @@ def test_residual_stream_follows_the_compute_dtype_by_default() -> None:
         low, _ = model(random_ids(SMALL))
     model.bfloat16()(random_ids(SMALL))
     assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert relative_error(low, exact) < 0.03
+    # Of most tokens: where two experts are nearly tied, rounding sends a token to the other one.
+    by_token = (low - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert by_token.median() < 0.02
 
 
 def test_documents_of_a_window_do_not_see_each_other() -> None:

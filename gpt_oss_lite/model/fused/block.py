@@ -47,9 +47,9 @@ def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype)
 
 
 @cache
-def why_not_fused_embedding(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the embedding is PyTorch's; None where the fused one serves, which is beside a fused half. Arguments: see
-    `_why_not`."""
+def why_not_fused_ends(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why embedding and final norm are PyTorch's; None where the fused ones serve, which is beside a fused half.
+    Arguments: see `_why_not`."""
     reason = why_not_fused_attention(config, device_type, dtype)
     return reason and why_not_fused_moe(config, device_type, dtype)
 
