@@ -285,8 +285,8 @@ def winners(results: Results) -> list[str]:
 
 def rate_of(result: Mapping[str, Any], step: int) -> float:
     """Learning rate at a step as a share of the largest."""
-    rates = {row["step"]: row["lr"] for row in result["rows"]}
-    return float(rates[step] / max(rates.values()))
+    rates = [row["lr"] for row in result["rows"]]
+    return float([row["lr"] for row in result["rows"] if row["step"] <= step][-1] / max(rates))
 
 
 def run_figures(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -313,10 +313,11 @@ def draw_winners(results: Results, path: Path) -> None:
     with picture(path) as axes:
         for key, (name, colour) in BOTH.items():
             result = results[key]
-            tokens = {row["step"]: row["tokens"] / 1e6 for row in result["rows"]}
-            axes.plot(list(tokens.values()), losses(result), color=colour, alpha=0.5, label=f"{name}, training")
-            held_out = [one for one in result["evaluations"] if one["step"] in tokens]
-            axes.plot([tokens[one["step"]] for one in held_out], [one["loss"] for one in held_out], "o-",
+            rows, evaluations = result["rows"], result["evaluations"]
+            millions = rows[-1]["tokens"] / rows[-1]["step"] / 1e6
+            axes.plot([row["tokens"] / 1e6 for row in rows], losses(result), color=colour, alpha=0.5,
+                      label=f"{name}, training")  # fmt: skip
+            axes.plot([one["step"] * millions for one in evaluations], [one["loss"] for one in evaluations], "o-",
                       color=colour, label=f"{name}, held out")  # fmt: skip
         axes.set(xlabel="million tokens", ylabel="nats per token")
 

@@ -152,6 +152,25 @@ def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
     assert page.read_text().count(BLANK) == len(PARTS) - 5  # all of the real run's are written, and no other
 
 
+def test_the_winners_picture_has_evaluations_between_logged_steps(tmp_path):
+    """Every evaluation is a point, at its own tokens; the rate is that of the last row before it."""
+    from learning_tables import draw_winners, rate_of
+
+    results = fake_results()["results"]
+    for name in ("real", "real-muon-wsd"):
+        rows = [row for row in results[name]["rows"] if row["step"] % 10 == 0]
+        rows = [{**row, "tokens": 1_000_000 * row["step"], "lr": 0.1 * row["step"]} for row in rows]
+        evaluations = [{"step": step, "loss": 3.0} for step in (0, 7, 14, 30)]
+        results[name] = {**results[name], "rows": rows, "evaluations": evaluations}
+    draw_winners(results, tmp_path / "winners.svg")
+    marks = (tmp_path / "winners.svg").read_text().count('<use xlink:href="#m')
+    for name in ("real", "real-muon-wsd"):
+        results[name]["evaluations"] = results[name]["evaluations"][:1]
+    draw_winners(results, tmp_path / "winners.svg")
+    assert marks - (tmp_path / "winners.svg").read_text().count('<use xlink:href="#m') >= 2 * 3
+    assert rate_of(results["real"], 14) == pytest.approx(1 / 3)
+
+
 def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):
     from learning_tables import write_page
 
