@@ -73,6 +73,9 @@ NOT_RUN: dict[str, str] = {
         _LEARNING
     ),
     f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only ablations": _LEARNING,
+    f"python scripts/learning.py run --data {_LEARN_DATA} --out .bench/learning --only winners --winners-steps 440": (
+        _LEARNING
+    ),
     f"python scripts/learning.py run --data {_LEARN_DATA} --long-data .bench/learn-long/pretrain_chinchilla "
     "--out .bench/learning --only real,long": _LEARNING,
     "pip install 'gpt-oss-lite[track]'": _INSTALLS,
