@@ -181,13 +181,18 @@ def test_a_step_that_is_made_one_file_here_is_one_there_and_its_shards_are_gone(
     assert (other.newest_good(), other.is_sharded(2)) == (2, False)
 
 
-def test_a_copy_of_the_other_form_that_was_killed_is_finished_and_leaves_nothing_besides(url, tmp_path, monkeypatch):
-    """Killed after each of the copy's files in turn: no step is half of one form and half of the other."""
-    run = tmp_path / "run"
+def copied_then_consolidated(url, run):
+    """Steps 1 and 2 in shards, both copied, and then step 2 as one file here alone."""
     manager, mirror = CheckpointManager(run / "checkpoints", keep=3), Mirror(url, run)
     for _ in save_in_shards(manager, 1, 2):
         mirror.push(manager)
     consolidate(manager, 2)
+    return manager, mirror
+
+
+def test_a_copy_of_the_other_form_that_was_killed_is_finished_and_leaves_nothing_besides(url, tmp_path, monkeypatch):
+    """Killed after each of the copy's files in turn: no step is half of one form and half of the other."""
+    manager, mirror = copied_then_consolidated(url, tmp_path / "run")
     put, left = Mirror._put, [0]
 
     def dying(self, path, name):
@@ -210,11 +215,7 @@ def test_a_copy_of_the_other_form_that_was_killed_is_finished_and_leaves_nothing
 
 def test_the_former_files_go_with_a_later_copy_where_their_deletion_was_killed(url, tmp_path, monkeypatch):
     """Also beside a meta that cannot be read, which is left alone with its step."""
-    run = tmp_path / "run"
-    manager, mirror = CheckpointManager(run / "checkpoints", keep=3), Mirror(url, run)
-    for _ in save_in_shards(manager, 1, 2):
-        mirror.push(manager)
-    consolidate(manager, 2)
+    manager, mirror = copied_then_consolidated(url, tmp_path / "run")
     remove = Mirror._remove
 
     def dying(self, name):

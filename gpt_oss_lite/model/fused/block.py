@@ -1,4 +1,4 @@
-"""The two halves of a block on the fused path, and whether a model on a device can take them and the fused embedding.
+"""The two halves of a block on the fused path, and whether a model on a device can take them and the fused ends.
 
 Triton is imported where it is used, since the reference path does without.
 """
