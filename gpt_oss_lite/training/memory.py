@@ -7,6 +7,9 @@ later, when the chunk is gone, and counts only where it is the larger of the two
 Several GPUs: the estimate is of one of them. Replicas (DDP) keep all of the state; under FSDP each rank keeps its share
 and gathers a block's weights when it needs them (Zhao et al., 2023); ranks that share a layer's routed experts keep
 only theirs.
+
+Muon's stack (`muon`) is there when a step's passes are over and their memory is free again. It counts only where it is
+larger than all that they take, as in no recipe here: a stack has at most 0.4 GB, or one matrix.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import DTYPES, GPTOSS, ROUTED
 from gpt_oss_lite.training.layout import ONE_GPU, Layout
+from gpt_oss_lite.training.muon import STACK_BYTES, stacks
 from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.console import say
 
@@ -145,11 +149,14 @@ def _estimate(
     head_gone = head_chunk + hidden_gradient + (0 if layout.fully_sharded else head_weight_gradient)
     exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
-    items = {
+    held = {
         "weights (fp32)": FP32 * state.kept,
         "gradients (fp32)": FP32 * state.kept,
         "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
         "Muon momentum (fp32)": FP32 * state.momenta,
+        "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
+    }
+    passes = {
         f"weights in {config.dtype} for the products": compute * copied if compute != FP32 else 0,
         "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
         f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
@@ -159,8 +166,10 @@ def _estimate(
         "backward pass of a block beyond the head's": max(0, block_backward - head_gone),
         "rows between the experts' ranks": exchanged,
         "a block's gradients before they are added (fp32)": FP32 * state.block if device_type == "cuda" else 0,
-        "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
+    stack = STACK_BYTES * counts.stack if state.momenta else 0
+    updating = {"Muon's stack beyond the passes' own": max(0, stack - sum(passes.values()))}
+    items = {**held, **passes, **updating}
     return MemoryEstimate({name: size for name, size in items.items() if size})
 
 
@@ -189,6 +198,8 @@ class _ParameterCounts(NamedTuple):
     n_layers: int
     muon: int
     """In matrices that Muon updates, routed experts left out; those it updates too, or none."""
+    stack: int
+    """In the largest stack of matrices that Muon updates together; ranks that share experts may have less."""
 
     @classmethod
     def of(cls, model: GPTOSS, optimizer: str) -> "_ParameterCounts":
@@ -201,7 +212,8 @@ class _ParameterCounts(NamedTuple):
             blocks += parameter.numel() if name.startswith("blocks.") else 0
             routed += parameter.numel() if ROUTED in name else 0
         n_layers = model.config.n_layers
-        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers, muon)
+        stack = max((sum(matrix.numel() for matrix in one) for one in stacks(matrices.values())), default=0)
+        return cls(routed, (blocks - routed) // n_layers, total - blocks, n_layers, muon, stack)
 
 
 class _StateElements(NamedTuple):

@@ -1,17 +1,17 @@
 """AdamW with decay for matrices only, or Muon for the matrices beside it; and an update that a non-finite step cannot
 reach."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.training.distributed import whole
+from gpt_oss_lite.training.muon import StackedMuon
 from gpt_oss_lite.training.schedule import make_multiplier
 
 
@@ -61,7 +61,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
     )
     if not matrices:
         return adamw
-    muon = Muon(
+    muon = StackedMuon(
         matrices.values(),
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -72,13 +72,13 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
 
 
 class MuonWithAdamW(Optimizer):
-    """PyTorch's Muon (Jordan et al., 2024) and AdamW as one optimizer: one schedule, one state by parameter.
+    """Muon (Jordan et al., 2024) and AdamW as one optimizer: one schedule, one state by parameter.
 
     Muon replaces the momentum of a matrix by the nearest orthogonal one. Its update is scaled to the size that AdamW's
     has (Liu et al., 2025, "Muon is Scalable for LLM Training"), so rate and decay hold for both.
     """
 
-    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+    def __init__(self, muon: StackedMuon, adamw: AdamW) -> None:
         self._muon, self._adamw = muon, adamw
         # The groups are the same objects as those of the two, so that a schedule's rates reach them.
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -95,26 +95,13 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         assert closure is None
-        with cublas_preferred():
-            self._muon.step()
+        self._muon.step()
         self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimizer's; the two go on with what was loaded."""
         super().load_state_dict(state_dict)
         self._share()
-
-
-@contextmanager
-def cublas_preferred() -> Iterator[None]:
-    """cuBLAS in place of cuBLASLt (`knobs.set_knobs`), which looks for an algorithm at every product: 0.14 ms of the
-    host's time, where Muon has 5,592 products of 0.01 ms in a step of the 502M model (measured on one H200)."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublas")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 def moments_of(optimizer: Optimizer) -> dict[int, tuple[str, ...]]:

@@ -234,3 +234,32 @@ def test_muon_keeps_one_tensor_for_each_matrix():
     others = 502_033_248 - matrices
     assert items["Muon momentum (fp32)"] == 4 * matrices
     assert items["AdamW moments (2 x fp32)"] == 8 * others
+
+
+STACK = "Muon's stack beyond the passes' own"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_muons_stack_counts_where_it_is_larger_than_what_the_passes_take(dtype):
+    """Of 36 experts' gate and up projections, all in one stack: 6 bytes an element."""
+    config = SMALL.replace(dtype=dtype)
+    held = ("weights (fp32)", "gradients (fp32)", "AdamW", "Muon momentum", "runtime")
+    for seq_len in (1, 128):
+        items, plain = (
+            estimate_model_memory_gb(on_meta(config), seq_len, batch_size=1, optimizer=optimizer).items
+            for optimizer in ("muon", "adamw")
+        )
+        assert STACK not in plain
+        passes = sum(size for name, size in items.items() if not name.startswith(held) and name != STACK)
+        assert passes == sum(size for name, size in plain.items() if not name.startswith(held))
+        assert passes + items.get(STACK, 0) == max(6 * 4 * 9 * 2 * 128 * 256, passes)
+        assert (STACK in items) == (seq_len == 1)
+
+
+def test_no_recipe_has_muons_stack_in_its_estimate():
+    paths = list((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    assert len(paths) >= 10
+    for path in paths:
+        recipe = load_recipe(path)
+        recipe = recipe.replace(training=recipe.training.replace(optimizer="muon", parallelism="ddp").model_dump())
+        assert STACK not in estimate_recipe(recipe).items, path
