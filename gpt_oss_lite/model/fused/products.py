@@ -1,9 +1,9 @@
 """How the experts' rows and matrices are multiplied, by the name in model.moe_dispatch.
 
-In 8 bits, an option: two of a matrix's three products, rows of both sides in E4M3 with a scale each (kernels/eight_bits.py).
-The matrices' own gradients stay bf16, since the card multiplies 8-bit floats along rows only, and those would need
-transposed copies of all activations. Hopper's fast accumulation keeps some 14 bits of a sum (DeepSeek-AI, 2024, "DeepSeek-V3
-Technical Report"), enough for rows of a model's width that are rounded to 4.
+In 8 bits, an option: two of a matrix's three products, with the rows of both sides in E4M3 (kernels/eight_bits.py). The
+matrices' own gradients stay bf16, since the card multiplies 8-bit floats along rows only, and those would need
+transposed copies of all activations. Hopper's fast accumulation keeps some 14 bits of a sum (DeepSeek-AI, 2024,
+"DeepSeek-V3 Technical Report"): enough for rows of a model's width, of numbers with 4.
 
 Shapes: R rows, I and O widths, E experts.
 """
@@ -53,18 +53,19 @@ def _dense_product(rows: Rows, w_IO: Tensor) -> Tensor:
 
 def _eight_bit_product(rows: Rows, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     n_experts, inner, outer = w_EIO.shape
+    x_RI, scale_R = rows.in_eight_bits()
     w_OI, scale_O = to_eight_bits(w_EIO.transpose(1, 2).reshape(-1, inner))
     return torch._scaled_grouped_mm(
-        rows.eight_RI, w_OI.view(n_experts, outer, inner).transpose(1, 2), rows.scale_R,
-        scale_O.view(n_experts, outer), offs=offsets_E, out_dtype=rows.x_RI.dtype, use_fast_accum=True,
+        x_RI, w_OI.view(n_experts, outer, inner).transpose(1, 2), scale_R, scale_O.view(n_experts, outer),
+        offs=offsets_E, out_dtype=rows.x_RI.dtype, use_fast_accum=True,
     )  # fmt: skip
 
 
 def _eight_bit_dense_product(rows: Rows, w_IO: Tensor) -> Tensor:
-    assert rows.eight_RI is not None and rows.scale_R is not None
+    x_RI, scale_R = rows.in_eight_bits()
     w_OI, scale_O = to_eight_bits(w_IO.t().contiguous())
     return torch._scaled_mm(
-        rows.eight_RI, w_OI.t(), rows.scale_R[:, None], scale_O[None, :], out_dtype=rows.x_RI.dtype, use_fast_accum=True
+        x_RI, w_OI.t(), scale_R[:, None], scale_O[None, :], out_dtype=rows.x_RI.dtype, use_fast_accum=True
     )
 
 

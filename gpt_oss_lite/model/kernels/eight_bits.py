@@ -1,7 +1,7 @@
 """Rows in 8-bit floats for the products that take them, each row divided by a scale of its own.
 
-E4M3 has 3 bits of mantissa and reaches 448 (Micikevicius et al., 2022, "FP8 formats for deep learning"): a row's largest
-magnitude becomes that, so a row is rounded by 1 part in 16 at most wherever its numbers are within 2^14 of its largest.
+E4M3 has 3 bits of mantissa and reaches 448 (Micikevicius et al., 2022, "FP8 formats for deep learning"): a row's
+largest magnitude becomes that, so numbers within 2^14 of it are off by 1 part in 16 at most.
 A row that is not finite stays so: its scale or its numbers are NaN or infinite.
 
 Shapes: R rows, I width.
@@ -21,7 +21,7 @@ TILE = 4096
 
 
 class Rows(NamedTuple):
-    """Rows of one side of a product, and the same in 8 bits where the product takes them: eight * scale is x, rounded."""
+    """Rows of one side of a product, and in 8 bits where the product takes them so: eight * scale is x, rounded."""
 
     x_RI: Tensor
     eight_RI: Tensor | None = None
@@ -36,6 +36,12 @@ class Rows(NamedTuple):
             return cls(x_RI)
         eight_RI = like.new_empty(n_rows, width, dtype=eight_bits)
         return cls(x_RI, eight_RI, like.new_empty(n_rows, dtype=torch.float32))
+
+    def in_eight_bits(self) -> tuple[Tensor, Tensor]:
+        """The 8-bit form and its scales, of rows that have one."""
+        assert self.eight_RI is not None
+        assert self.scale_R is not None
+        return self.eight_RI, self.scale_R
 
 
 def rows_of_a_tile(width: int) -> int:
@@ -62,9 +68,7 @@ def store_scales(largest, scale_ptrs, in_rows):
 
 
 @triton.jit
-def _to_eight_bits(
-    x_ptr, eight_ptr, scale_ptr, n_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def _to_eight_bits(x_ptr, eight_ptr, scale_ptr, n_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     in_rows = rows < n_rows
