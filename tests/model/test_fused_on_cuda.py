@@ -198,8 +198,9 @@ def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_two_steps_are_bitwise_equal_with_and_without_recomputation():
-    model = make_model(FUSED)
+@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+def test_two_steps_are_bitwise_equal_with_and_without_recomputation(moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     ids = torch.randint(0, 1000, (2, 513), device="cuda")
     torch.use_deterministic_algorithms(True)
     try:
@@ -212,8 +213,9 @@ def test_two_steps_are_bitwise_equal_with_and_without_recomputation():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_no_host_sync_whatever_the_routing():
-    model = make_model(FUSED)
+@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+def test_no_host_sync_whatever_the_routing(moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     full_step(model, torch.randint(0, 1000, (2, 513), device="cuda"))
     batches = [torch.randint(0, 1000, (2, 513), device="cuda") for _ in range(20)]
     expected = [full_step(model, ids)[0].item() for ids in batches]
