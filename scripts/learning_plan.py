@@ -255,6 +255,7 @@ ABLATIONS: dict[str, Sets] = {
     "wsd": {"training.schedule": "wsd", "training.decay_steps": None},
     "muon": {"training.optimizer": "muon"},
     "fp8-head": {"training.fp8_head": True},
+    "fp8-experts": {"model.moe_dispatch": "grouped_fp8"},
     "dense": {"model.n_experts": 1, "model.experts_per_token": 1, "model.n_shared_experts": 0,
               "model.expert_hidden_size": None, "model.moe_dispatch": "reference", "training.aux_loss_alpha": 0},
     "document-mask": {"model.document_mask": True},
