@@ -23,6 +23,7 @@ from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.checkpoint import load_model
+from gpt_oss_lite.training.fp8 import MIN_CAPABILITY
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.pretrain import PretrainOptions, save, train_step
 from gpt_oss_lite.training.run import Run, open_run, plan_run
@@ -48,6 +49,8 @@ BACKENDS = {
     "cpu": [("reference", "reference")],
     "cuda": [("fused", "grouped"), ("fused", "triton_grouped"), ("flex", "reference"), ("reference", "reference")],
 }
+# Where the card has such products.
+EIGHT_BITS = ("fused", "grouped_fp8")
 # Greedy choices of an almost untrained model hang on single bits of bf16, so on CUDA a few may differ.
 MIN_AGREEMENT = {"cpu": 1.0, "cuda": 0.9}
 
@@ -60,7 +63,10 @@ def smoke(overrides: Overrides = None, as_json: AsJson = False) -> int:
     if device == "cpu":
         say("no CUDA device: the same checks run on the CPU in miniature")
     results = []
-    for attention, experts in BACKENDS[device]:
+    backends = BACKENDS[device]
+    if device == "cuda" and torch.cuda.get_device_capability() >= MIN_CAPABILITY["experts"]:
+        backends = [*backends, EIGHT_BITS]
+    for attention, experts in backends:
         chosen = [f"model.attention_backend={attention}", f"model.moe_dispatch={experts}"]
         with tempfile.TemporaryDirectory() as folder:
             results.append(check(f"{attention}+{experts}", [*settings, *chosen], Path(folder)))

@@ -225,7 +225,7 @@ def run(
     minutes: Annotated[float, typer.Option(help="No experiment is begun that would end later.")] = 60.0,
     size: SizeOption = "full",
     real_steps: Annotated[int, typer.Option(min=2, help="Steps of the real run.")] = 900,
-    winners_steps: Annotated[int, typer.Option(min=2, help="Steps of the run with what won the ablations.")] = 440,
+    winners_steps: Annotated[int, typer.Option(min=2, help="Steps of the two runs with and without what won.")] = 440,
     parity_steps: Annotated[int, typer.Option(min=2, help="Steps of the comparison.")] = 300,
     parity_micro_batch: Annotated[int, typer.Option(min=1, help="Windows of a step of the comparison.")] = 2,
     ablation_steps: Annotated[int, typer.Option(min=2, help="Steps of the ablations.")] = 300,

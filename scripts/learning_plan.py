@@ -15,7 +15,7 @@ RECIPE = ROOT / "configs/pretrain_h200_502m.yaml"
 EXTENSION = ROOT / "configs/extend_128k.yaml"
 
 Size = Literal["full", "mini"]
-Base = Literal["real", "real-muon-wsd"]
+Base = Literal["real", "winners-recipe", "real-muon-wsd"]
 """Runs that the long-context part can start from."""
 Sets = Mapping[str, object]
 
@@ -103,17 +103,20 @@ class Plan:
         """Tokens of a window of the recipe; of mini, of a text that a key fits in."""
         return 4096 if self.size == "full" else 512
 
-    # 1. The real run, and the winners of the ablations in its place
+    # 1. The real run, and the winners of the ablations beside the recipe
 
     def real(self) -> list[Experiment]:
         """The 502M recipe, its schedule scaled to the steps."""
         return [self._whole_run("real", "real", self.real_steps, {}, samples=2)]
 
     def winners(self) -> list[Experiment]:
-        """The same with the two changes that won the ablations together, and steps of its own."""
+        """The recipe in steps of their own, and the same with the two changes that won the ablations together."""
         steps = self.winners_steps
         change = {**ABLATIONS["muon"], **ABLATIONS["wsd"], "training.decay_steps": max(steps // 5, 1)}
-        return [self._whole_run("real-muon-wsd", "winners", steps, change, samples=1)]
+        return [
+            self._whole_run("winners-recipe", "winners", steps, {}, samples=1),
+            self._whole_run("real-muon-wsd", "winners", steps, change, samples=1),
+        ]
 
     def _whole_run(self, name: str, group: str, steps: int, change: Sets, samples: int) -> Experiment:
         sets = {
@@ -253,6 +256,7 @@ ABLATIONS: dict[str, Sets] = {
     "wsd": {"training.schedule": "wsd", "training.decay_steps": None},
     "muon": {"training.optimizer": "muon"},
     "fp8-head": {"training.fp8_head": True},
+    "fp8-experts": {"model.moe_dispatch": "grouped_fp8"},
     "dense": {"model.n_experts": 1, "model.experts_per_token": 1, "model.n_shared_experts": 0,
               "model.expert_hidden_size": None, "model.moe_dispatch": "reference", "training.aux_loss_alpha": 0},
     "document-mask": {"model.document_mask": True},

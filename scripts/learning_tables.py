@@ -11,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from learning_long import (
+    LONG,
+    cells_of,
+    draw_passkeys,
+    found_of,
+    has_long,
+    long_passkeys,
+    long_positions,
+    picture_of,
+    surprise_of,
+)
 from learning_page import Results, answered, has, image, left_where_incomplete, picture, prose, replaced, table
 from learning_plan import ABLATIONS
 
-from gpt_oss_lite.inference.passkey import Cell, heat_map
 from gpt_oss_lite.training.flops import format_mfu
 from shared_data.files import write_atomic
 
@@ -181,26 +191,15 @@ def draw_real(results: Results, path: Path) -> None:
         axes.set(xlabel="step", ylabel="nats per token")
 
 
-def cells_of(result: Mapping[str, Any]) -> list[Cell]:
-    """Passkeys that were looked for in a run's model."""
-    fields = Cell.__dataclass_fields__
-    return [Cell(**{key: cell[key] for key in fields}) for cell in result["answers"]["passkey_lengths"]]
-
-
-def found_of(cells: Sequence[Cell], length: int) -> str:
-    """Found of asked over all depths; a dash where none was asked."""
-    own = [cell for cell in cells if cell.length == length]
-    return f"{sum(cell.found for cell in own)} of {sum(cell.trials for cell in own)}" if own else "-"
-
-
 def passkeys(results: Results) -> list[str]:
-    """Found of asked: a row for each length, a column for each depth."""
+    """Found of asked and the surprise at the key: a row for each length, a column for each depth."""
     cells = cells_of(results["real"])
     depths = sorted({cell.depth for cell in cells})
     rows = []
     for length in sorted({cell.length for cell in cells}):
         own = {cell.depth: cell for cell in cells if cell.length == length}
-        rows.append([f"{length:,}", *(f"{own[depth].found} of {own[depth].trials}" for depth in depths)])
+        rows.append([f"{length:,}", *(f"{own[depth].found} of {own[depth].trials}; {own[depth].nats_per_token:.2f}"
+                                      for depth in depths)])  # fmt: skip
     return table(["tokens", *(f"{depth:.0%}" for depth in depths)], rows)
 
 
@@ -254,12 +253,12 @@ def ablations(results: Results) -> list[str]:
 
 # The winners at the real run's size
 
-BOTH = {"real": ("the recipe", "C0"), "real-muon-wsd": ("Muon and WSD", "C1")}
+BOTH = {"winners-recipe": ("the recipe", "C0"), "real-muon-wsd": ("Muon and WSD", "C1")}
 """Their names on the page and colours."""
 
 
 def winners(results: Results) -> list[str]:
-    """Held-out figures of both runs side by side, and what they cost."""
+    """Held-out figures of both runs side by side, during training and after it, and what they cost."""
     theirs, ours = (results[name] for name in BOTH)
     before, after = theirs["answers"]["held_out"], ours["answers"]["held_out"]
     rows = [
@@ -270,23 +269,14 @@ def winners(results: Results) -> list[str]:
     ]  # fmt: skip
     names = [name for name, _ in BOTH.values()]
     header = ["held out", *(f"loss, {name}" for name in names), "", *(f"bits per byte, {name}" for name in names)]
-    lines = [*table(header, rows), "", *table(["", *names], run_figures([theirs, ours]))]
-    last = ours["rows"][-1]["step"]
-    at_once = [one["loss"] for one in theirs["evaluations"] if one["step"] == last]
-    if at_once and theirs["rows"][-1]["step"] > last:
-        said = (
-            f"After as many tokens, {last} steps, the recipe's loss was {at_once[0]:.4f} on the windows that are "
-            f"evaluated during training, and that of Muon and WSD {ours['final']['loss']:.4f}; but the recipe's rate "
-            f"was {rate_of(theirs, last):.0%} of its peak then, and the other's had come down."
-        )
-        lines += ["", *prose(said)]
-    return [*lines, "", image("winners.svg", "training and held-out loss of both runs by tokens")]
-
-
-def rate_of(result: Mapping[str, Any], step: int) -> float:
-    """Learning rate at a step as a share of the largest."""
-    rates = [row["lr"] for row in result["rows"]]
-    return float([row["lr"] for row in result["rows"] if row["step"] <= step][-1] / max(rates))
+    at_theirs, at_ours = ({one["step"]: one["loss"] for one in run["evaluations"]} for run in (theirs, ours))
+    during = [[f"{step:,}", f"{at_theirs[step]:.4f}", f"{at_ours[step]:.4f}", f"{at_ours[step] - at_theirs[step]:+.4f}"]
+              for step in sorted(at_theirs.keys() & at_ours.keys()) if step]  # fmt: skip
+    return [
+        *table(["evaluated at step", *(f"loss, {name}" for name in names), ""], during), "",
+        *table(header, rows), "", *table(["", *names], run_figures([theirs, ours])), "",
+        image("winners.svg", "training and held-out loss of both runs by tokens"),
+    ]  # fmt: skip
 
 
 def run_figures(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -304,7 +294,9 @@ def run_figures(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     if all(answered(run, "passkey_lengths") for run in runs):
         of_runs = [cells_of(run) for run in runs]
         for length in sorted({cell.length for cells in of_runs for cell in cells}):
-            rows[f"passkeys in {length:,} tokens"] = [found_of(cells, length) for cells in of_runs]
+            rows[f"passkeys in {length:,} tokens; nats per token"] = [
+                f"{found_of(cells, length)}; {surprise_of(cells, length)}" for cells in of_runs
+            ]
     return [[name, *values] for name, values in rows.items()]
 
 
@@ -320,64 +312,6 @@ def draw_winners(results: Results, path: Path) -> None:
             axes.plot([one["step"] * millions for one in evaluations], [one["loss"] for one in evaluations], "o-",
                       color=colour, label=f"{name}, held out")  # fmt: skip
         axes.set(xlabel="million tokens", ylabel="nats per token")
-
-
-# Long context
-
-LONG = {"long-before": "trained at 4,096, scale as needed", "long-extended": "after the extension",
-        "long-scale-32": "scale 32 from the start, 4,096"}  # fmt: skip
-BASES = {"real": "the recipe's run (`real`)", "real-muon-wsd": "the run with Muon and WSD (`real-muon-wsd`)"}
-
-
-def long_passkeys(results: Results) -> list[str]:
-    """The base, and the share of passkeys found over all depths, by length."""
-    done = {name: cells_of(results[name]) for name in LONG if name in results}
-    lengths = sorted({cell.length for cells in done.values() for cell in cells})
-    rows = [[LONG[name], *(found_of(cells, length) for length in lengths)] for name, cells in done.items()]
-    lines = table(["passkeys found", *(f"{length:,}" for length in lengths)], rows)
-    images = (image(picture_of(name), f"passkeys by length and depth: {LONG[name]}") for name in done)
-    return [*long_base(results), *lines, "", *images]
-
-
-def long_base(results: Results) -> list[str]:
-    """Which run the extension goes on from, where that is known."""
-    bases = {results[name]["init_from"] for name in ("long-before", "long-extended") if name in results}
-    if not bases:
-        return []
-    if len(bases) > 1:
-        raise ValueError(f"the long-context experiments start from different runs: {', '.join(sorted(bases))}")
-    said = [f"Before the extension: {BASES[bases.pop()]}."]
-    if "long-extended" in results:
-        last = results["long-extended"]["rows"][-1]
-        said.append(f"The extension: {last['step']} steps, {last['tokens'] / 1e6:.1f} M tokens.")
-    return [*prose(" ".join(said)), ""]
-
-
-def long_positions(results: Results) -> list[str]:
-    """Loss by position in long windows."""
-    done = {name: results[name]["answers"]["positions"] for name in LONG if name in results}
-    spans = [(span["start"], span["stop"]) for span in next(iter(done.values()))]
-    rows = [[f"{start:,} to {stop:,}", *(f"{spans_of[index]['loss']:.4f}" for spans_of in done.values())]
-            for index, (start, stop) in enumerate(spans)]  # fmt: skip
-    return table(["position", *(LONG[name] for name in done)], rows)
-
-
-def picture_of(name: str) -> str:
-    """File of an experiment's heat map."""
-    return f"passkeys-{name.removeprefix('long-')}.svg"
-
-
-def draw_passkeys(name: str, results: Results, path: Path) -> None:
-    """The heat map of an experiment."""
-    heat_map(cells_of(results[name]), path, LONG[name])
-
-
-def has_long(answer: str) -> Callable[[Results], bool]:
-    """Whether any of the long-context experiments has an answer, and none an error."""
-    return lambda results: (
-        any(name in results for name in LONG)
-        and all(answered(results[name], answer) for name in LONG if name in results)
-    )
 
 
 SIX = [f"{key}-{seed}" for key in MODELS for seed in SEEDS]

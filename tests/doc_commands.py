@@ -77,7 +77,9 @@ NOT_RUN: dict[str, str] = {
         _LEARNING
     ),
     f"python scripts/learning.py run --data {_LEARN_DATA} --long-data .bench/learn-long/pretrain_chinchilla "
-    "--out .bench/learning --only real,long": _LEARNING,
+    "--out .bench/learning --only winners-recipe,long --winners-steps 440 --long-from winners-recipe --long-steps 60": (
+        _LEARNING
+    ),
     "pip install 'gpt-oss-lite[track]'": _INSTALLS,
     "podman build --tag gpt-oss-lite .": "wants a builder and the base image; test_delivery.py reads the Containerfile",
     f'{_PODMAN} --volume "$PWD/work:/work" gpt-oss-lite pretrain --config quickstart': "wants the image of that line",

@@ -45,7 +45,7 @@ def test_transformers_gpt_oss_learns_step_by_step_as_our_loop_does(tmp_path):
 def test_every_experiment_is_a_recipe_that_loads(size):
     plan = Plan(data=ROOT, size=size, **({} if size == "full" else {"long_window": 512, "passkey_length": 1024}))
     experiments = plan.experiments()
-    assert len({one.name for one in experiments}) == len(experiments) == 1 + 1 + 8 + 2 * len(ABLATIONS) + 3
+    assert len({one.name for one in experiments}) == len(experiments) == 1 + 2 + 8 + 2 * len(ABLATIONS) + 3
     for one in experiments:
         words = [word for word in one.words() if word != "--set"]
         recipe = load_recipe(one.recipe, words)
@@ -59,8 +59,12 @@ def test_every_experiment_is_a_recipe_that_loads(size):
     assert named["all-full-attention-0"].model.window_size is None
     assert named["long-extended"].model.rope_scale == named["long-scale-32"].model.rope_scale == 32
     assert named["gpt-oss-0"].model == named["transformers-0"].model
-    winners = named["real-muon-wsd"].training
+    winners, beside = named["real-muon-wsd"].training, named["winners-recipe"].training
     assert (winners.optimizer, winners.schedule, winners.decay_steps) == ("muon", "wsd", 88)
+    assert winners == beside.replace(optimizer="muon", schedule="wsd", decay_steps=88)  # and nothing else
+    if size == "full":
+        assert (beside.total_steps, beside.warmup_steps, beside.eval_interval) == (440, 44, 73)
+        assert beside.lr == load_recipe(experiments[0].recipe).training.lr
     assert [one.init_from for one in experiments if one.group == "long"] == ["real", "real", None]
     assert named["gpt-oss-fp32-1"].model.residual_dtype == "fp32"
     assert [one.name for one in choose(experiments, ["parity", "dense-1"])] == [
@@ -69,10 +73,11 @@ def test_every_experiment_is_a_recipe_that_loads(size):
     ]  # fmt: skip
 
 
-def test_the_long_part_starts_from_the_run_that_is_named():
-    named = {one.name: one for one in Plan(data=ROOT, long_from="real-muon-wsd").experiments()}
-    assert named["long-before"].init_from == named["long-extended"].init_from == "real-muon-wsd"
-    from_start = {**named["real-muon-wsd"].sets, "model.rope_scale": 32}
+@pytest.mark.parametrize("base", ["winners-recipe", "real-muon-wsd"])
+def test_the_long_part_starts_from_the_run_that_is_named(base):
+    named = {one.name: one for one in Plan(data=ROOT, long_from=base).experiments()}
+    assert named["long-before"].init_from == named["long-extended"].init_from == base
+    from_start = {**named[base].sets, "model.rope_scale": 32}
     assert named["long-scale-32"].sets == from_start
 
 
@@ -137,7 +142,9 @@ def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
     assert all(line.endswith("within the noise |") for line in table[1:-1])
     assert "| ours, GPT-OSS's variant, residual stream in fp32 | 3.0000 | 3.0100 |" in text
     assert "| all | 3.0000 | 2.7500 | -0.2500 | 1.5000 | 1.3750 |" in text
-    assert "| passkeys in 4,096 tokens | 2 of 3 | 2 of 3 |" in text
+    assert "| 30 | 3.0000 | 2.7500 | -0.2500 |" in text
+    assert "| passkeys in 4,096 tokens; nats per token | 2 of 3; 1.00 | 2 of 3; 1.00 |" in text
+    assert "Before the extension: the recipe in 30 steps (`real`). The extension: 30 steps," in text
     assert "2.00 times its share" not in text
     assert "1.50 times its share" in text
     assert {path.name for path in written} == {
@@ -153,22 +160,42 @@ def test_tables_and_pictures_hold_the_figures_of_the_results(tmp_path):
 
 
 def test_the_winners_picture_has_evaluations_between_logged_steps(tmp_path):
-    """Every evaluation is a point, at its own tokens; the rate is that of the last row before it."""
-    from learning_tables import draw_winners, rate_of
+    """Every evaluation is a point, at its own tokens."""
+    from learning_tables import draw_winners
 
     results = fake_results()["results"]
-    for name in ("real", "real-muon-wsd"):
+    for name in ("winners-recipe", "real-muon-wsd"):
         rows = [row for row in results[name]["rows"] if row["step"] % 10 == 0]
-        rows = [{**row, "tokens": 1_000_000 * row["step"], "lr": 0.1 * row["step"]} for row in rows]
+        rows = [{**row, "tokens": 1_000_000 * row["step"]} for row in rows]
         evaluations = [{"step": step, "loss": 3.0} for step in (0, 7, 14, 30)]
         results[name] = {**results[name], "rows": rows, "evaluations": evaluations}
     draw_winners(results, tmp_path / "winners.svg")
     marks = (tmp_path / "winners.svg").read_text().count('<use xlink:href="#m')
-    for name in ("real", "real-muon-wsd"):
+    for name in ("winners-recipe", "real-muon-wsd"):
         results[name]["evaluations"] = results[name]["evaluations"][:1]
     draw_winners(results, tmp_path / "winners.svg")
     assert marks - (tmp_path / "winners.svg").read_text().count('<use xlink:href="#m') >= 2 * 3
-    assert rate_of(results["real"], 14) == pytest.approx(1 / 3)
+
+
+def test_the_long_tables_say_what_was_found_and_how_surprising_the_rest_was():
+    from learning_long import long_passkeys
+
+    def cells(*cells: tuple[int, float, int, float]) -> dict[str, object]:
+        keys = ("length", "depth", "found", "nats_per_token")
+        return {"passkey_lengths": [{**dict(zip(keys, cell, strict=True)), "trials": 3} for cell in cells]}
+
+    results = {
+        "winners-recipe": {"rows": [{"step": 1, "tokens": 8}, {"step": 1440, "tokens": 800}]},
+        "long-before": {"init_from": "winners-recipe", "answers": cells((64, 0.0, 0, 9.0), (64, 1.0, 1, 8.0))},
+        "long-scale-32": {"init_from": None, "answers": cells((64, 0.0, 0, 7.0), (128, 0.0, 2, 0.5))},
+    }
+    lines = long_passkeys(results)
+    assert lines[0] == "Before the extension: the recipe in 1,440 steps (`winners-recipe`)."
+    assert "| passkeys found | 64 | 128 |" in lines
+    assert "| trained at 4,096, scale as needed | 1 of 6 | - |" in lines
+    assert "| scale 32 from the start, 4,096 | 0 of 3 | 2 of 3 |" in lines
+    assert "| trained at 4,096, scale as needed | 8.50 | - |" in lines
+    assert "| scale 32 from the start, 4,096 | 7.00 | 0.50 |" in lines
 
 
 def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):

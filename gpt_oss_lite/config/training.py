@@ -1,6 +1,6 @@
 """The training and data blocks of a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -229,14 +229,27 @@ class Recipe(ConfigBlock):
     data: DataConfig
 
     @model_validator(mode="after")
-    def _check_fp8_head(self) -> Self:
+    def _check_fp8(self) -> Self:
         if self.training.fp8_head:
-            if self.model.dtype != "bf16":
-                raise ValueError(f"training.fp8_head is true: it goes with model.dtype bf16, not {self.model.dtype}")
-            for key in ("d_model", "embedding_rows"):
-                if (size := getattr(self.model, key)) % 16:
-                    raise ValueError(f"training.fp8_head is true: model.{key} is {size}, it must be a multiple of 16")
+            self._check_eight_bits("training.fp8_head is true", ("d_model", "embedding_rows"))
+        if self.model.moe_dispatch == "grouped_fp8":
+            chosen = "model.moe_dispatch is grouped_fp8"
+            self._check_eight_bits(chosen, ("d_model", "expert_hidden_size"))
+            if self.model.expert_bias:
+                raise ValueError(f"{chosen}: it goes with model.expert_bias false")
+            if (residual := self.model.residual_dtype) not in (None, "bf16"):
+                raise ValueError(f"{chosen}: it goes with model.residual_dtype bf16, not {residual}")
+            if (size := self.training.expert_parallel_size) > 1:
+                raise ValueError(f"{chosen}: it goes with training.expert_parallel_size 1, not {size}")
         return self
+
+    def _check_eight_bits(self, chosen: str, sizes: Sequence[str]) -> None:
+        """What products of 8-bit floats need, those of `chosen`."""
+        if self.model.dtype != "bf16":
+            raise ValueError(f"{chosen}: it goes with model.dtype bf16, not {self.model.dtype}")
+        for key in sizes:
+            if (size := getattr(self.model, key)) % 16:
+                raise ValueError(f"{chosen}: model.{key} is {size}, it must be a multiple of 16")
 
     @model_validator(mode="after")
     def _check_precision(self) -> Self:

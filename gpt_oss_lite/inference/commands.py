@@ -137,7 +137,7 @@ def passkey(
         model, tokenizer, lengths, shares, trials=trials, seed=seed, filler=filler, rope_scale=rope_scale
     )
     if plot is not None:
-        keys.heat_map(cells, plot, f"Passkeys found: {checkpoint.name}, {trials} texts a cell")
+        keys.heat_map(cells, plot, f"Passkeys found: {checkpoint.name}")
     if as_json:
         print_json([{**vars(cell), "accuracy": cell.accuracy} for cell in cells])
         return

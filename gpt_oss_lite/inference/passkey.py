@@ -254,8 +254,14 @@ def default_lengths(config: ModelConfig) -> list[int]:
     return lengths
 
 
+LARGEST_NATS = 12.0
+"""Where the heat map's colours end: a guess among all ids, of which LLaMA-3 has 128,256, costs 11.8."""
+
+
 def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Draw accuracy by length and depth as a PNG or SVG.
+    """Draw a PNG or SVG by length and depth: keys found of those asked for, and the surprise at them as a colour.
+
+    Colours mean the same in every picture. They also tell apart cells in which no key is found.
 
     Args:
         cells: one for each length and depth.
@@ -268,19 +274,20 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     check_picture(path)
     figure_module = require_extra("matplotlib.figure", "plot")
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-    accuracy = np.full((len(depths), len(lengths)), np.nan)
-    for cell in cells:
-        accuracy[depths.index(cell.depth), lengths.index(cell.length)] = cell.accuracy
     size = (max(5.0, 2.5 + 0.8 * len(lengths)), 2.0 + 0.5 * len(depths))
     figure = figure_module.Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(accuracy, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    nats = np.full((len(depths), len(lengths)), np.nan)
+    for cell in cells:
+        row, column = depths.index(cell.depth), lengths.index(cell.length)
+        nats[row, column] = cell.nats_per_token
+        axes.text(column, row, f"{cell.found} of {cell.trials}\n{cell.nats_per_token:.1f}", ha="center", va="center",
+                  color="black" if cell.nats_per_token < 0.4 * LARGEST_NATS else "white")  # fmt: skip
+    image = axes.imshow(nats, vmin=0, vmax=LARGEST_NATS, cmap="viridis_r", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="context, tokens", ylabel="depth of the key", title=title)
-    for (row, column), value in np.ndenumerate(accuracy):
-        axes.text(column, row, f"{value:.0%}", ha="center", va="center", color="black" if value > 0.6 else "white")
-    figure.colorbar(image, label="keys found")
+    figure.colorbar(image, label="nats per token of the key")
     save_picture(figure, path)
 
 

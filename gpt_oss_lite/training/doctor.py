@@ -162,7 +162,7 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     """Keys that are allowed and yet would lose a run, or much of it."""
     import torch
 
-    from gpt_oss_lite.training.fp8 import check_fp8_head
+    from gpt_oss_lite.training.fp8 import check_fp8
     from gpt_oss_lite.training.layout import check_split
 
     training = recipe.training
@@ -186,8 +186,7 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
         yield Finding("config", NOTICE, text)
     for line in unread_keys(recipe, ranks):
         yield Finding("config", NOTICE, line)
-    if training.fp8_head:
-        check_fp8_head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    check_fp8(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def corpus(recipe: Recipe, stop_step: int) -> Iterator[Finding]:

@@ -15,27 +15,37 @@ Shapes: C tokens of a chunk, D width, V vocabulary rows.
 import torch
 from torch import Tensor
 
+from gpt_oss_lite.config import Recipe
 from gpt_oss_lite.training.rounding import times
 from shared_data.errors import UserError
 
 GRADIENT_SCALE = 2.0**15
 GRADIENT_DTYPE = torch.float8_e5m2
-MIN_CAPABILITY = (8, 9)
+MIN_CAPABILITY = {"head": (8, 9), "experts": (9, 0)}
+"""PyTorch's grouped products of 8-bit floats begin with Hopper."""
 _E4M3_MAX = 448.0
 
 
-def check_fp8_head(device: torch.device) -> None:
-    """Refuse `training.fp8_head` on a device without such products.
+def check_fp8(recipe: Recipe, device: torch.device) -> None:
+    """Refuse `training.fp8_head` and `model.moe_dispatch: grouped_fp8` on a device without such products.
 
     Raises:
         UserError: the device is no GPU, or one before Ada and Hopper.
     """
-    allowed = "it needs a GPU of compute capability 8.9 or later (Ada, Hopper)"
+    if recipe.training.fp8_head:
+        _check("training.fp8_head is true", MIN_CAPABILITY["head"], "8.9 or later (Ada, Hopper)", "false", device)
+    if recipe.model.moe_dispatch == "grouped_fp8":
+        allowed = "9.0 or later (Hopper)"
+        _check("model.moe_dispatch is grouped_fp8", MIN_CAPABILITY["experts"], allowed, "auto", device)
+
+
+def _check(chosen: str, least: tuple[int, int], allowed: str, instead: str, device: torch.device) -> None:
+    needs = f"it needs a GPU of compute capability {allowed}; set it to {instead}"
     if device.type != "cuda":
-        raise UserError(f"training.fp8_head is true, and the device is {device.type}: {allowed}; set it to false")
-    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        raise UserError(f"{chosen}, and the device is {device.type}: {needs}")
+    if (capability := torch.cuda.get_device_capability(device)) < least:
         name, has = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-        raise UserError(f"training.fp8_head is true, and {name} has {has}: {allowed}; set it to false")
+        raise UserError(f"{chosen}, and {name} has {has}: {needs}")
 
 
 def _quantized(x_ND: Tensor) -> tuple[Tensor, Tensor]:

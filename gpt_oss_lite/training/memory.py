@@ -346,7 +346,11 @@ def _backward_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHa
         return _saved_bytes_per_token(config, compute, fused)
     width, hidden = config.d_model, config.expert_hidden_size
     routed = config.experts_per_token * (2 * width + 3 * hidden)  # of the rows' outputs, hidden layers and inputs
-    return compute * (routed + config.n_shared_experts * 3 * hidden + 2 * width)
+    n_bytes = compute * (routed + config.n_shared_experts * 3 * hidden + 2 * width)
+    if config.moe_dispatch == "grouped_fp8":  # of the output, for tokens and rows, and of the hidden layers
+        used = config.experts_per_token + config.n_shared_experts
+        n_bytes += (1 + config.experts_per_token) * width + used * 2 * hidden
+    return n_bytes
 
 
 def assert_fits_in_available_gpu(estimate: MemoryEstimate) -> bool:

@@ -13,7 +13,7 @@ from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, che
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.distributed import Ranks
-from gpt_oss_lite.training.fp8 import check_fp8_head
+from gpt_oss_lite.training.fp8 import check_fp8
 from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
@@ -92,8 +92,7 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     """
     ranks = ranks or Ranks()
     recipe = load_recipe(options.config, options.overrides)
-    if recipe.training.fp8_head:
-        check_fp8_head(ranks.device)
+    check_fp8(recipe, ranks.device)
     check_split(recipe.training, ranks.size)
     _check_options(options, recipe)
     check_trackers(recipe.training)

@@ -130,7 +130,7 @@ def test_passkeys_as_table_picture_and_json(run, tmp_path, capsys):
     assert [line.split()[:2] for line in lines[1:]] == [
         [length, depth] for length in ("40", "64") for depth in ("0%", "50%", "100%")
     ]
-    assert "Passkeys found: run, 1 texts a cell" in (tmp_path / "map.svg").read_text()
+    assert "Passkeys found: run<" in (tmp_path / "map.svg").read_text()
     assert gpt_oss_lite(*command, "--json") == 0
     cells = json.loads(capsys.readouterr().out)
     assert [cell["accuracy"] for cell in cells] == [0.0] * 6

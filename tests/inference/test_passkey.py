@@ -150,8 +150,8 @@ def test_lengths_by_default_reach_the_longest_context():
 
 
 CELLS = [
-    Cell(length, depth, 10, found, 1.0)
-    for length, depth, found in [(64, 0.0, 10), (64, 1.0, 5), (128, 0.0, 0), (128, 1.0, 7)]
+    Cell(length, depth, 10, found, nats)
+    for length, depth, found, nats in [(64, 0.0, 10, 0.0), (64, 1.0, 5, 1.0), (128, 0.0, 0, 8.5), (128, 1.0, 0, 12.0)]
 ]
 
 
@@ -159,7 +159,7 @@ def test_the_heat_map_shows_every_cell(tmp_path):
     heat_map(CELLS, tmp_path / "map.svg", "Passkeys found")
     tree = ElementTree.parse(tmp_path / "map.svg")
     shown = {element.text for element in tree.iter() if element.tag.endswith("text")}
-    for text in ("100%", "50%", "0%", "70%", "64", "128", "context, tokens", "depth of the key", "Passkeys found"):
+    for text in ("10 of 10", "5 of 10", "0 of 10", "8.5", "100%", "64", "128", "context, tokens", "Passkeys found"):
         assert text in shown
     heat_map(CELLS, tmp_path / "again.svg", "Passkeys found")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "map.svg").read_bytes()
@@ -168,6 +168,17 @@ def test_the_heat_map_shows_every_cell(tmp_path):
     assert (tmp_path / "map.PNG").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"map\.jpg: a picture's name must end in \.png or \.svg"):
         heat_map(CELLS, tmp_path / "map.jpg", "x")
+
+
+@pytest.mark.parametrize(("nats", "colour"), [(0.0, (253, 231, 37)), (12.0, (68, 1, 84)), (13.0, (68, 1, 84))])
+def test_the_heat_maps_colours_go_from_a_certain_key_to_a_guess(tmp_path, nats, colour):
+    """The ends of viridis, yellow and violet, whatever is found."""
+    from matplotlib.image import imread
+
+    heat_map([Cell(64, 0.0, 10, 5, nats)], tmp_path / "map.png", "one cell")
+    pixels = (imread(tmp_path / "map.png")[:, :, :3].reshape(-1, 3) * 255).round().astype(int)
+    colours, counts = np.unique(pixels[(pixels < 255).any(axis=1)], axis=0, return_counts=True)
+    assert colours[counts.argmax()] == pytest.approx(colour, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 from gpt_oss_lite.model.fused import attention as fused_attention_module
 from gpt_oss_lite.model.fused import moe as fused_moe_module
 from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attention
-from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry, fused_moe
+from gpt_oss_lite.model.fused.moe import MoEGeometry, fused_moe
+from gpt_oss_lite.model.fused.products import PRODUCTS
 from gpt_oss_lite.model.fused.weights import joined_copy
 from gpt_oss_lite.model.kernels.cross_entropy import cross_entropy_
 from gpt_oss_lite.training.loss import head_cross_entropy, plain_chunk_kernel, triton_chunk_kernel

@@ -85,15 +85,15 @@ def float64_feed_forward(model: GPTOSS, layer: int, x: torch.Tensor) -> torch.Te
     return x + routed + run(block.moe.shared_experts[0])
 
 
-def assert_within_one_percent(ours, theirs, names) -> None:
+def assert_within(bound, ours, theirs, names) -> None:
     for name, mine, right in zip(names, ours, theirs, strict=True):
         if right.norm() == 0:
             assert torch.count_nonzero(mine) == 0, name
         else:
-            assert relative_error(mine, right) < 1e-2, name
+            assert relative_error(mine, right) < bound, name
 
 
-def assert_equals_float64(model, prefix, n_parameters, fused, exact) -> None:
+def assert_equals_float64(model, prefix, n_parameters, fused, exact, bound=1e-2) -> None:
     """Output and the gradients of x and of every parameter under `prefix` of the block, which are so many."""
     x = torch.randn(2, 512, 256, device="cuda").bfloat16().requires_grad_()
     upstream = torch.randn(2, 512, 256, device="cuda").bfloat16()
@@ -107,7 +107,7 @@ def assert_equals_float64(model, prefix, n_parameters, fused, exact) -> None:
     exact_x = x.detach().double().requires_grad_()
     right = exact(exact_x)
     theirs = torch.autograd.grad((right * upstream.double()).sum(), [exact_x, *parameters])
-    assert_within_one_percent([y, *ours], [right, *theirs], ["y", "x", *names])
+    assert_within(bound, [y, *ours], [right, *theirs], ["y", "x", *names])
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -121,9 +121,10 @@ def test_attention_and_every_gradient_are_within_one_percent_of_float64(layer):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("moe_dispatch", ["grouped", "triton_grouped"])
+# Two of three products of numbers with 3 bits of mantissa: about 4 % each, and what follows of them.
+@pytest.mark.parametrize(("moe_dispatch", "bound"), [("grouped", 0.01), ("triton_grouped", 0.01), ("grouped_fp8", 0.1)])
 @pytest.mark.parametrize("router", ["random", "tied"])
-def test_experts_and_every_gradient_are_within_one_percent_of_float64(router, moe_dispatch):
+def test_experts_and_every_gradient_are_near_float64(router, moe_dispatch, bound):
     model = make_model(FUSED.replace(moe_dispatch=moe_dispatch), router)
     halves = FusedBlock(model.config, 0)
     loads = []
@@ -134,9 +135,19 @@ def test_experts_and_every_gradient_are_within_one_percent_of_float64(router, mo
         return y
 
     # Norm, router, and three matrices of 8 experts and of the shared one.
-    assert_equals_float64(model, "blocks.0.moe", 2 + 3 * 9, fused, lambda x: float64_feed_forward(model, 0, x))
+    assert_equals_float64(model, "blocks.0.moe", 2 + 3 * 9, fused, lambda x: float64_feed_forward(model, 0, x), bound)
     if router == "tied":  # two experts with every token, six with none
         assert loads[0].tolist() == [0.5, 0.5] + [0.0] * 6
+
+
+def test_eight_bits_are_for_training_alone():
+    models = [make_model(FUSED.replace(moe_dispatch=dispatch)) for dispatch in ("grouped", "grouped_fp8")]
+    ids = torch.randint(0, 1000, (2, 513), device="cuda")
+    trained = [full_step(model, ids)[0] for model in models]
+    assert trained[0] != trained[1]
+    assert trained[1].item() == pytest.approx(trained[0].item(), rel=0.01)
+    evaluated = [full_step(model.eval(), ids)[0] for model in models]
+    assert torch.equal(*evaluated)
 
 
 @pytest.mark.parametrize("tokens", ["like words", "one id"])
@@ -187,8 +198,9 @@ def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_two_steps_are_bitwise_equal_with_and_without_recomputation():
-    model = make_model(FUSED)
+@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+def test_two_steps_are_bitwise_equal_with_and_without_recomputation(moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     ids = torch.randint(0, 1000, (2, 513), device="cuda")
     torch.use_deterministic_algorithms(True)
     try:
@@ -201,8 +213,9 @@ def test_two_steps_are_bitwise_equal_with_and_without_recomputation():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_no_host_sync_whatever_the_routing():
-    model = make_model(FUSED)
+@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+def test_no_host_sync_whatever_the_routing(moe_dispatch):
+    model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     full_step(model, torch.randint(0, 1000, (2, 513), device="cuda"))
     batches = [torch.randint(0, 1000, (2, 513), device="cuda") for _ in range(20)]
     expected = [full_step(model, ids)[0].item() for ids in batches]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny_run import ROOT
 
 from gpt_oss_lite.config.recipe import load_recipe
-from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, _quantized, check_fp8_head
+from gpt_oss_lite.training.fp8 import GRADIENT_SCALE, _quantized, check_fp8
 from gpt_oss_lite.training.loss import head_cross_entropy
 from gpt_oss_lite.training.memory import estimate_recipe
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
@@ -95,26 +95,60 @@ def test_the_hidden_states_gradient_sums_a_whole_vocabulary():
     assert relative_error(h.grad, exact_h.grad) < 0.06
 
 
-def test_it_is_refused_where_it_cannot_run(tmp_path):
+H200 = ROOT / "configs/pretrain_h200_502m.yaml"
+HEAD, EXPERTS = ("training.fp8_head", "true"), ("model.moe_dispatch", "grouped_fp8")
+
+
+@pytest.mark.parametrize(("key", "value"), [HEAD, EXPERTS])
+def test_it_is_refused_where_it_cannot_run(tmp_path, key, value):
     if DEVICE == "cpu":
-        corpus = tiny_run.make_corpus(tmp_path / "corpus")
-        recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, fp8_head=True)
-        with pytest.raises(UserError, match=r"training.fp8_head is true"):
-            pretrain(PretrainOptions(config=recipe, out=tmp_path / "run"))
+        recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", tiny_run.make_corpus(tmp_path / "corpus"))
+        with pytest.raises(UserError, match=f"{key} is {value}, and the device is cpu: it needs a GPU"):
+            pretrain(PretrainOptions(config=recipe, out=tmp_path / "run", overrides=[f"{key}={value}"]))
         assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match=r"training.fp8_head is true, and the device is cpu: it needs a GPU"):
-        check_fp8_head(torch.device("cpu"))
-    recipe = ROOT / "configs/pretrain_h200_502m.yaml"
-    with pytest.raises(UserError, match=r"training.fp8_head is true: model.d_model is 776.* multiple of 16"):
-        load_recipe(recipe, ["training.fp8_head=true", "model.d_model=776"])
-    with pytest.raises(UserError, match=r"training.fp8_head is true: it goes with model.dtype bf16, not fp32"):
-        load_recipe(recipe, ["training.fp8_head=true", "model.dtype=fp32"])
+    with pytest.raises(UserError, match=f"{key} is {value}, and the device is cpu: it needs a GPU"):
+        check_fp8(load_recipe(H200, [f"{key}={value}"]), torch.device("cpu"))
+    check_fp8(load_recipe(H200), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("key", "value"), [HEAD, EXPERTS])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("model.d_model=776", "model.d_model is 776, it must be a multiple of 16"),
+        ("model.dtype=fp32", "it goes with model.dtype bf16, not fp32"),
+    ],
+)
+def test_it_goes_with_bf16_and_multiples_of_16(key, value, other, said):
+    with pytest.raises(UserError, match=f"{key} is {value}: {said}"):
+        load_recipe(H200, [f"{key}={value}", other])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("model.expert_hidden_size=1528", "model.expert_hidden_size is 1528, it must be a multiple of 16"),
+        ("model.expert_bias=true", "it goes with model.expert_bias false"),
+        ("model.residual_dtype=fp32", "it goes with model.residual_dtype bf16, not fp32"),
+        ("training.expert_parallel_size=2", "it goes with training.expert_parallel_size 1, not 2"),
+    ],
+)
+def test_experts_in_eight_bits_are_those_of_the_fused_path(other, said):
+    with pytest.raises(UserError, match=f"model.moe_dispatch is grouped_fp8: {said}"):
+        load_recipe(H200, ["model.moe_dispatch=grouped_fp8", other])
+
+
+def test_the_estimate_counts_the_experts_eight_bit_rows():
+    settings = ["training.micro_batch_size=16", "training.grad_checkpoint=true", "training.grad_checkpoint_every=1"]
+    plain, fp8 = (
+        estimate_recipe(load_recipe(H200, [*settings, f"model.moe_dispatch={dispatch}"])).items
+        for dispatch in ("auto", "grouped_fp8")
+    )
+    beyond = "backward pass of a block beyond the head's"
+    assert fp8[beyond] - plain[beyond] == 16 * 4096 * ((1 + 2) * 768 + 3 * 2 * 1536)
 
 
 def test_the_estimate_counts_the_eight_bit_copies():
-    plain, fp8 = (
-        estimate_recipe(load_recipe(ROOT / "configs/pretrain_h200_502m.yaml", [f"training.fp8_head={flag}"])).items
-        for flag in ("false", "true")
-    )
+    plain, fp8 = (estimate_recipe(load_recipe(H200, [f"training.fp8_head={flag}"])).items for flag in ("false", "true"))
     chunk = "head: chunk of 16,384 tokens"
     assert fp8[chunk] - plain[chunk] == 16384 * 128256 + 2 * 128256 * 768

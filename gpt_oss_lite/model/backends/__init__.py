@@ -71,8 +71,8 @@ def select_dispatch(moe_dispatch: str, device_type: str, dtype: torch.dtype) -> 
     if dtype != torch.bfloat16:
         logger.warning("moe_dispatch %s is not available in %s: using reference", moe_dispatch, dtype)
         return reference.dispatch_experts
-    if moe_dispatch == "triton_grouped":
-        logger.warning("moe_dispatch triton_grouped is not available here (%s): using grouped", device_type)
+    if moe_dispatch in ("triton_grouped", "grouped_fp8"):
+        logger.warning("moe_dispatch %s is not available here (%s): using grouped", moe_dispatch, device_type)
     from gpt_oss_lite.model.backends import grouped
 
     return grouped.dispatch_experts

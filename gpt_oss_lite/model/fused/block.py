@@ -40,9 +40,10 @@ def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype)
         return "model.moe_dispatch is reference"
     if config.expert_bias:
         return "model.expert_bias is true"
+    multiple = 16 if config.moe_dispatch == "grouped_fp8" else 8
     for key in ("d_model", "expert_hidden_size"):
-        if getattr(config, key) % 8:
-            return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of 8"
+        if getattr(config, key) % multiple:
+            return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of {multiple}"
     return _why_not(config, device_type, dtype)
 
 
@@ -74,12 +75,13 @@ def _why_not(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str |
 
 
 @cache
-def grouped_products(moe_dispatch: str) -> str:
-    """Name of the grouped products for this machine's card: PyTorch's on Hopper and later, Triton's on the others.
+def grouped_products(moe_dispatch: str, training: bool) -> str:
+    """Name of the products for this machine's card: PyTorch's on Hopper and later, Triton's on the others.
 
-    Before compute capability 9.0 PyTorch's read the groups' sizes on the host, once a product.
+    Before compute capability 9.0 PyTorch's read the groups' sizes on the host, once a product. 8 bits are for training
+    alone: what is evaluated is the model that will be used, in bf16.
     """
-    if moe_dispatch != "auto":
+    if moe_dispatch != "auto" and (training or moe_dispatch != "grouped_fp8"):
         return moe_dispatch
     return "grouped" if torch.cuda.get_device_capability() >= (9, 0) else "triton_grouped"
 
@@ -100,14 +102,18 @@ class FusedBlock:
         )
 
     @cached_property
-    def _moe(self) -> "MoEGeometry":
-        from gpt_oss_lite.model.fused.moe import PRODUCTS, MoEGeometry
+    def _moe(self) -> "dict[bool, MoEGeometry]":
+        """By whether the model is in training mode."""
+        from gpt_oss_lite.model.fused.moe import MoEGeometry
+        from gpt_oss_lite.model.fused.products import PRODUCTS
 
         config = self._config
-        return MoEGeometry(
-            config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps,
-            config.expert_activation == "clamped_swiglu", PRODUCTS[grouped_products(config.moe_dispatch)],
-        )  # fmt: skip
+        return {
+            training: MoEGeometry(
+                config.n_experts, config.experts_per_token, config.n_shared_experts, config.norm_eps,
+                config.expert_activation == "clamped_swiglu", PRODUCTS[grouped_products(config.moe_dispatch, training)],
+            ) for training in (False, True)
+        }  # fmt: skip
 
     def attention(self, block: "Block", x_BTD: Tensor, rotary: RotaryTables) -> Tensor:
         """x + attention(norm(x)), (B, T, D) in x's dtype."""
@@ -126,7 +132,7 @@ class FusedBlock:
         moe = block.moe
         experts = [*moe.experts, *moe.shared_experts]
         x_BTD, aux, z_loss, load_E, entropy = fused_moe(
-            x_BTD, self._moe, block.moe_norm.weight, moe.router.weight, moe.router.bias,
+            x_BTD, self._moe[block.training], block.moe_norm.weight, moe.router.weight, moe.router.bias,
             [expert.gate_proj.weight for expert in experts], [expert.up_proj.weight for expert in experts],
             [expert.down_proj.weight for expert in experts], moe.load_to_balance,
         )  # fmt: skip

@@ -6,16 +6,16 @@ Routed experts are two grouped products over rows sorted by expert. A token's we
 Shapes: N tokens, D width, E experts, K experts per token, R = N * K rows, F hidden width of an expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_oss_lite.model.fused.attention import matrix_gradient
+from gpt_oss_lite.model.fused.products import Products
 from gpt_oss_lite.model.fused.weights import joined_copy
-from gpt_oss_lite.model.kernels.grouped import triton_grouped_gradient, triton_grouped_product
 from gpt_oss_lite.model.kernels.permute import group_by_expert, sum_rows, tokens_to_rows
 from gpt_oss_lite.model.kernels.rms_norm import rms_norm
 from gpt_oss_lite.model.kernels.router import (
@@ -29,39 +29,16 @@ from gpt_oss_lite.model.kernels.swiglu import swiglu, swiglu_backward
 from gpt_oss_lite.model.routing import AverageLoad
 
 
-class GroupedProducts(NamedTuple):
-    """How rows sorted by expert are multiplied."""
-
-    product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(R, I) rows, (E, I, O) matrices and offsets (E,) int32 to (R, O)."""
-    gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(R, O) gradients, (R, I) rows and offsets to (E, O, I) fp32, zero for an expert without rows."""
-
-
-def _torch_product(x_RI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
-    return torch._grouped_mm(x_RI, w_EIO, offs=offsets_E)
-
-
-def _torch_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
-    return torch._grouped_mm(dy_RO.t(), x_RI, offs=offsets_E).float()
-
-
-PRODUCTS = {
-    "grouped": GroupedProducts(_torch_product, _torch_gradient),
-    "triton_grouped": GroupedProducts(triton_grouped_product, triton_grouped_gradient),
-}
-
-
 @dataclass(frozen=True)
 class MoEGeometry:
-    """Sizes of a feed-forward layer, and how its experts are multiplied."""
+    """Sizes of a feed-forward layer, and how its rows are multiplied."""
 
     n_experts: int
     experts_per_token: int
     n_shared_experts: int
     eps: float
     clamped: bool
-    products: GroupedProducts
+    products: Products
 
 
 class FusedMoE(torch.autograd.Function):
@@ -74,27 +51,28 @@ class FusedMoE(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """x_ND plus its experts' output, balancing loss, z-loss, load by expert and router entropy."""
         gates, ups, downs = _by_kind(matrices)
-        n, multiply = geometry.n_experts, geometry.products.product
+        n, products = geometry.n_experts, geometry.products
         w_gate_up = joined_copy(list(zip(gates[:n], ups[:n], strict=True)), x_ND.dtype)
         w_down = joined_copy([[down] for down in downs[:n]], x_ND.dtype)
 
         h_ND, rstd_N = rms_norm(x_ND, gain_D, geometry.eps)
         routing = choose_experts(h_ND, router_ED, bias_E, geometry.experts_per_token)
         row_of_slot_NK, weight_R, offsets_E = group_by_expert(routing.expert_NK, routing.weight_NK, n)
-        rows_RD = tokens_to_rows(h_ND, row_of_slot_NK)
-        gate_up_R2F = multiply(rows_RD, w_gate_up.transpose(1, 2), offsets_E)
-        hidden_RF = swiglu(gate_up_R2F, weight_R, geometry.clamped)
-        out_RD = multiply(hidden_RF, w_down.transpose(1, 2), offsets_E)
+        tokens = products.rows(h_ND)
+        rows = tokens_to_rows(tokens, row_of_slot_NK)
+        gate_up_R2F = products.grouped(rows, w_gate_up.transpose(1, 2), offsets_E)
+        hidden = swiglu(gate_up_R2F, weight_R, geometry.clamped, products.eight_bits)
+        out_RD = products.grouped(hidden, w_down.transpose(1, 2), offsets_E)
 
         shared_ND: Tensor | None = None
         shared: tuple[Tensor, ...] = ()
         if geometry.n_shared_experts:
             w_shared = joined_copy([[gates[n], ups[n]]], x_ND.dtype)[0]
             w_shared_down = downs[n].to(x_ND.dtype)
-            shared_gate_up = h_ND @ w_shared.t()
-            shared_hidden = swiglu(shared_gate_up, None, geometry.clamped)
-            shared_ND = shared_hidden @ w_shared_down.t()
-            shared = (shared_gate_up, shared_hidden, w_shared, w_shared_down)
+            shared_gate_up = products.dense(tokens, w_shared.t())
+            shared_hidden = swiglu(shared_gate_up, None, geometry.clamped, products.eight_bits)
+            shared_ND = products.dense(shared_hidden, w_shared_down.t())
+            shared = (shared_gate_up, shared_hidden.x_RI, w_shared, w_shared_down)
         y_ND = sum_rows(out_RD, row_of_slot_NK, x_ND, shared_ND)
 
         n_tokens = x_ND.shape[0]
@@ -108,8 +86,8 @@ class FusedMoE(torch.autograd.Function):
         ctx.has_bias = bias_E is not None
         # Saved, not kept on ctx: what is saved is freed by the backward pass, even if someone still holds an output.
         ctx.save_for_backward(
-            x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows_RD, gate_up_R2F, hidden_RF,
-            load_E, w_gate_up, w_down, *routing, *shared,
+            x_ND, h_ND, rstd_N, gain_D, router_ED, row_of_slot_NK, weight_R, offsets_E, rows.x_RI, gate_up_R2F,
+            hidden.x_RI, load_E, w_gate_up, w_down, *routing, *shared,
         )  # fmt: skip
         ctx.mark_non_differentiable(load_E, entropy)
         return y_ND, aux, z_loss, load_E, entropy
@@ -123,15 +101,16 @@ class FusedMoE(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         routing, shared = Routing(*rest[: ctx.n_routing]), rest[ctx.n_routing :]
         geometry, n_tokens = ctx.geometry, x_ND.shape[0]
-        multiply, gradient_of = geometry.products
+        products, eight_bits = geometry.products, geometry.products.eight_bits
         dy_ND = dy_ND.contiguous()
 
-        dy_RD = tokens_to_rows(dy_ND, row_of_slot_NK)
-        dhidden_RF = multiply(dy_RD, w_down, offsets_E)
-        ddown_EDF = gradient_of(dy_RD, hidden_RF, offsets_E)
-        dgate_up_R2F, dweight_R = swiglu_backward(dhidden_RF, gate_up_R2F, weight_R, geometry.clamped)
-        drows_RD = multiply(dgate_up_R2F, w_gate_up, offsets_E)
-        dgate_up_E2FD = gradient_of(dgate_up_R2F, rows_RD, offsets_E)
+        dy = products.rows(dy_ND)
+        dy_rows = tokens_to_rows(dy, row_of_slot_NK)
+        dhidden_RF = products.grouped(dy_rows, w_down, offsets_E)
+        ddown_EDF = products.gradient(dy_rows.x_RI, hidden_RF, offsets_E)
+        dgate_up, dweight_R = swiglu_backward(dhidden_RF, gate_up_R2F, weight_R, geometry.clamped, eight_bits)
+        drows_RD = products.grouped(dgate_up, w_gate_up, offsets_E)
+        dgate_up_E2FD = products.gradient(dgate_up.x_RI, rows_RD, offsets_E)
 
         dshared_ND = None
         hidden_size = ctx.shapes[0]
@@ -142,12 +121,13 @@ class FusedMoE(torch.autograd.Function):
         )
         if shared:
             shared_gate_up, shared_hidden, w_shared, w_shared_down = shared
-            dshared_gate_up, _none = swiglu_backward(dy_ND @ w_shared_down, shared_gate_up, None, geometry.clamped)
+            dshared_hidden = products.dense(dy, w_shared_down)
+            dshared_gate_up, _none = swiglu_backward(dshared_hidden, shared_gate_up, None, geometry.clamped, eight_bits)
             ddowns.append(matrix_gradient(dy_ND, shared_hidden))
-            dshared = matrix_gradient(dshared_gate_up, h_ND)
+            dshared = matrix_gradient(dshared_gate_up.x_RI, h_ND)
             dgates.append(dshared[:hidden_size])
             dups.append(dshared[hidden_size:])
-            dshared_ND = dshared_gate_up @ w_shared
+            dshared_ND = products.dense(dshared_gate_up, w_shared)
 
         assert dweight_R is not None
         dprob_E, dlse = daux * geometry.n_experts * load_E / n_tokens, dz * 2.0 / n_tokens

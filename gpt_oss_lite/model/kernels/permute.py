@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt_oss_lite.model.kernels.eight_bits import Rows
 from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2
 
 SLOTS = 1024
@@ -50,15 +51,25 @@ def _place(
 
 
 @triton.jit
-def _to_rows(x_ptr, row_of_slot_ptr, rows_ptr, n_tokens, D: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-             COLS: tl.constexpr):  # fmt: skip
+def _to_rows(
+    x_ptr, eight_ptr, scale_ptr, row_of_slot_ptr, rows_ptr, eight_rows_ptr, scale_rows_ptr, n_tokens,
+    D: tl.constexpr, K: tl.constexpr, EIGHT_BITS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     cols = tl.arange(0, COLS)
-    mask = (tokens[:, None] < n_tokens) & (cols[None, :] < D)
-    x = tl.load(x_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :], mask=mask, other=0.0)
+    in_tokens = tokens < n_tokens
+    mask = in_tokens[:, None] & (cols[None, :] < D)
+    offsets = tokens[:, None].to(tl.int64) * D + cols[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask)
+    if EIGHT_BITS:
+        eight = tl.load(eight_ptr + offsets, mask=mask)
+        scale = tl.load(scale_ptr + tokens, mask=in_tokens)
     for k in tl.static_range(K):
-        row = tl.load(row_of_slot_ptr + tokens * K + k, mask=tokens < n_tokens, other=0).to(tl.int64)
+        row = tl.load(row_of_slot_ptr + tokens * K + k, mask=in_tokens, other=0).to(tl.int64)
         tl.store(rows_ptr + row[:, None] * D + cols[None, :], x, mask=mask)
+        if EIGHT_BITS:
+            tl.store(eight_rows_ptr + row[:, None] * D + cols[None, :], eight, mask=mask)
+            tl.store(scale_rows_ptr + row, scale, mask=in_tokens)
 
 
 @triton.jit
@@ -104,14 +115,17 @@ def group_by_expert(expert_NK: Tensor, weight_NK: Tensor, n_experts: int) -> tup
     return row_of_slot_NK, weight_of_row_R, offsets_E
 
 
-def tokens_to_rows(x_ND: Tensor, row_of_slot_NK: Tensor) -> Tensor:
-    """Copy each token's vector to its K rows: (R, D)."""
+def tokens_to_rows(tokens: Rows, row_of_slot_NK: Tensor) -> Rows:
+    """Copy each token's vector, in every form that it has, to its K rows: (R, D)."""
+    x_ND, eight_ND, scale_N = tokens
     check_contiguous(x_ND, row_of_slot_NK)
     (n_tokens, width), k = x_ND.shape, row_of_slot_NK.shape[1]
-    rows_RD = x_ND.new_empty(n_tokens * k, width)
-    grid = (triton.cdiv(n_tokens, ROWS),)
-    _to_rows[grid](x_ND, row_of_slot_NK, rows_RD, n_tokens, D=width, K=k, TOKENS=ROWS, COLS=next_power_of_2(width))
-    return rows_RD
+    rows = Rows.empty(n_tokens * k, width, x_ND, None if eight_ND is None else eight_ND.dtype)
+    _to_rows[(triton.cdiv(n_tokens, ROWS),)](
+        x_ND, eight_ND, scale_N, row_of_slot_NK, *rows, n_tokens,
+        D=width, K=k, EIGHT_BITS=eight_ND is not None, TOKENS=ROWS, COLS=next_power_of_2(width),
+    )  # fmt: skip
+    return rows
 
 
 def sum_rows(rows_RD: Tensor, row_of_slot_NK: Tensor, x_ND: Tensor, shared_ND: Tensor | None) -> Tensor:
