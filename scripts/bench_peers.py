@@ -37,10 +37,7 @@ WARMUP, STEPS = 3, 8
 PRODUCT = {
     "h200": ["--config", str(ROOT / "configs/pretrain_h200_502m.yaml")],
     "h200-fp8-head": ["--config", str(ROOT / "configs/pretrain_h200_502m.yaml"), "--set", "training.fp8_head=true"],
-    "h200-fp8": [
-        "--config", str(ROOT / "configs/pretrain_h200_502m.yaml"), "--set", "training.fp8_head=true",
-        "--set", "model.moe_dispatch=grouped_fp8",
-    ],
+    "h200-fp8": ["--config", str(ROOT / "configs/pretrain_h200_502m_fp8.yaml")],
     "a100": ["--config", str(A100)],
     "a100-no-checkpoint": ["--config", str(A100), "--set", "training.grad_checkpoint=false"],
     "24gb": ["--config", str(ROOT / "configs/pretrain_24gb_502m.yaml")],

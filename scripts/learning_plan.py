@@ -58,9 +58,8 @@ class Plan:
     size: Size = "full"
     tokens_per_s: float = 280_000
     """Of the 502M recipe on the machine, for the expected seconds."""
-    muon_seconds: float = 0.05
-    """That Muon adds to a step of the 502M recipe, whatever its tokens: an estimate, not measured. Its products are 7.8
-    TFLOP, some 16 ms at half of an H200's dense peak, and its other passes move some 50 GB, some 12 ms; rounded up."""
+    muon_seconds: float = 0.035
+    """That Muon adds to a step of the 502M recipe, whatever its tokens."""
     real_steps: int = 900
     winners_steps: int = 440
     parity_steps: int = 300

@@ -258,9 +258,9 @@ BOTH = {"winners-recipe": ("the recipe", "C0"), "real-muon-wsd": ("Muon and WSD"
 
 
 def winners(results: Results) -> list[str]:
-    """Held-out figures of both runs side by side, during training and after it, and what they cost."""
+    """Both runs side by side: losses on the windows that training evaluates, then by source, and what they cost."""
     theirs, ours = (results[name] for name in BOTH)
-    before, after = theirs["answers"]["held_out"], ours["answers"]["held_out"]
+    before, after = theirs["final"], ours["final"]
     rows = [
         [name, f"{one['loss']:.4f}", f"{other['loss']:.4f}", f"{other['loss'] - one['loss']:+.4f}",
          f"{one['bits_per_byte']:.4f}", f"{other['bits_per_byte']:.4f}"]
@@ -268,7 +268,7 @@ def winners(results: Results) -> list[str]:
                                  ("all", before, after)]
     ]  # fmt: skip
     names = [name for name, _ in BOTH.values()]
-    header = ["held out", *(f"loss, {name}" for name in names), "", *(f"bits per byte, {name}" for name in names)]
+    header = ["at the end", *(f"loss, {name}" for name in names), "", *(f"bits per byte, {name}" for name in names)]
     at_theirs, at_ours = ({one["step"]: one["loss"] for one in run["evaluations"]} for run in (theirs, ours))
     during = [[f"{step:,}", f"{at_theirs[step]:.4f}", f"{at_ours[step]:.4f}", f"{at_ours[step] - at_theirs[step]:+.4f}"]
               for step in sorted(at_theirs.keys() & at_ours.keys()) if step]  # fmt: skip
@@ -323,7 +323,7 @@ PARTS: dict[str, tuple[Callable[[Results], list[str]], Callable[[Results], bool]
     "samples": (samples, has("real", answer="samples")),
     "exported": (exported, has("real", answer="export")),
     "ablations": (ablations, has("baseline-0", "baseline-1")),
-    "winners": (winners, has(*BOTH, answer="held_out")),
+    "winners": (winners, has(*BOTH)),
     "long-passkeys": (long_passkeys, has_long("passkey_lengths")),
     "long-positions": (long_positions, has_long("positions")),
 }

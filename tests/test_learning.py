@@ -101,10 +101,11 @@ def fake_results() -> dict[str, object]:
     def result(loss: float) -> dict[str, object]:
         row = {"ce": loss, "tokens": 4096, "epoch": 0, "tokens_per_s": 1000.0, "mfu": 0.4, "memory_gib": 1.0,
                "imbalance": 1.25}  # fmt: skip
-        held_out = {"loss": loss, "perplexity": 2.0, "bits_per_byte": loss / 2, "tokens": 10}
+        own = {"loss": loss, "perplexity": 2.0, "bits_per_byte": loss / 2, "tokens": 10}
+        held_out = {**own, "by_source": {"prose": own}}
         cell = {"length": 4096, "depth": 0.5, "trials": 3, "found": 2, "nats_per_token": 1.0, "accuracy": 2 / 3}
         answers = {
-            "held_out": {**held_out, "by_source": {"prose": held_out}}, "passkey_lengths": [cell],
+            "held_out": held_out, "passkey_lengths": [cell],
             "positions": [{"start": 0, "stop": 64, "loss": loss, "tokens": 64}],
             "samples": [{"prompt": "It", "temperature": 0.0, "text": " rains"}],
             "export": {"layout": "gpt_oss_lite", "bytes": 9, "ours": 1.5, "transformers": 1.5, "same_choice": 1.0},

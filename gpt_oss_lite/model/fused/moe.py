@@ -121,8 +121,9 @@ class FusedMoE(torch.autograd.Function):
         )
         if shared:
             shared_gate_up, shared_hidden, w_shared, w_shared_down = shared
-            dshared_hidden = products.dense(dy, w_shared_down)
-            dshared_gate_up, _none = swiglu_backward(dshared_hidden, shared_gate_up, None, geometry.clamped, eight_bits)
+            dshared_gate_up, _none = swiglu_backward(
+                products.dense(dy, w_shared_down), shared_gate_up, None, geometry.clamped, eight_bits
+            )
             ddowns.append(matrix_gradient(dy_ND, shared_hidden))
             dshared = matrix_gradient(dshared_gate_up.x_RI, h_ND)
             dgates.append(dshared[:hidden_size])
