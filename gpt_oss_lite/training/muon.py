@@ -39,13 +39,13 @@ class StackedMuon(Muon):
         """Update matrices of one shape."""
         lr, rows, columns = float(group["lr"]), *matrices[0].shape
         update_BRC = orthogonal(self._directions(matrices, group), group["ns_coefficients"], group["ns_steps"])
-        scale = update_size(rows, columns, group["adjust_lr_fn"])
+        factor = rate_factor(rows, columns, group["adjust_lr_fn"])
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
         # In the weights' dtype already: lists of two dtypes have no common kernel.
-        torch._foreach_add_(matrices, update_BRC.to(matrices[0].dtype).unbind(), alpha=-lr * scale)
+        torch._foreach_add_(matrices, update_BRC.to(matrices[0].dtype).unbind(), alpha=-lr * factor)
 
     def _directions(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Momentum, gone on with by the gradients, as a stack in bf16 of Frobenius norm 1."""
+        """Update the momenta; the directions that they give, as a stack in bf16, each of Frobenius norm 1."""
         gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
         for matrix, gradient in zip(matrices, gradients, strict=True):
             if "momentum_buffer" not in self.state[matrix]:
@@ -97,7 +97,7 @@ def _iterate(x_BRC: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     return torch.baddbmm(x_BRC, x_BRC, polynomial_BSS.mT, beta=a)
 
 
-def update_size(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+def rate_factor(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
     """What the rate is multiplied by for a shape, by the names that `torch.optim.Muon` has for it."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * float(max(rows, columns)) ** 0.5

@@ -22,7 +22,6 @@ from gpt_oss_lite.model.kernels.launch import check_contiguous, next_power_of_2
 
 BLOCK = 512
 ROWS = 4
-ROWS_BACKWARD = 4
 WARPS = 4
 
 
@@ -126,7 +125,7 @@ def swiglu(
     check_contiguous(gate_up_R2F)
     n_rows, hidden = gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2
     a = Rows.empty(n_rows, hidden, gate_up_R2F, eight_bits)
-    rows, block = _tile(hidden, hidden, ROWS, eight_bits)
+    rows, block = _tile(hidden, hidden, eight_bits)
     _swiglu_forward[(triton.cdiv(n_rows, rows), triton.cdiv(hidden, block))](
         gate_up_R2F, weight_R, *a, n_rows, F=hidden, HAS_WEIGHT=weight_R is not None, CLAMPED=clamped,
         EIGHT_BITS=eight_bits is not None, ROWS=rows, BLOCK=block, num_warps=WARPS,
@@ -144,7 +143,7 @@ def swiglu_backward(
     n_rows, hidden = da_RF.shape
     dgate_up = Rows.empty(n_rows, 2 * hidden, gate_up_R2F, eight_bits)
     dweight_R = torch.empty_like(weight_R) if weight_R is not None else None
-    rows, block = _tile(hidden, 2 * hidden, ROWS_BACKWARD, eight_bits)
+    rows, block = _tile(hidden, 2 * hidden, eight_bits)
     _swiglu_backward[(triton.cdiv(n_rows, rows),)](
         da_RF, gate_up_R2F, weight_R, *dgate_up, dweight_R, n_rows,
         F=hidden, HAS_WEIGHT=weight_R is not None, CLAMPED=clamped, EIGHT_BITS=eight_bits is not None,
@@ -153,6 +152,6 @@ def swiglu_backward(
     return dgate_up, dweight_R
 
 
-def _tile(hidden: int, width: int, n_rows: int, eight_bits: torch.dtype | None) -> tuple[int, int]:
+def _tile(hidden: int, width: int, eight_bits: torch.dtype | None) -> tuple[int, int]:
     """Rows and hidden columns of a program: rows of `width` are held whole where their largest magnitude is needed."""
-    return (n_rows, BLOCK) if eight_bits is None else (rows_of_a_tile(width), next_power_of_2(hidden))
+    return (ROWS, BLOCK) if eight_bits is None else (rows_of_a_tile(width), next_power_of_2(hidden))
