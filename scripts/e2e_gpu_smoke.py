@@ -23,7 +23,7 @@ from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.options import AsJson, Overrides, print_json
 from gpt_oss_lite.training.checkpoint import load_model
-from gpt_oss_lite.training.fp8 import MIN_CAPABILITY
+from gpt_oss_lite.training.fp8 import EXPERTS_CAPABILITY
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.pretrain import PretrainOptions, save, train_step
 from gpt_oss_lite.training.run import Run, open_run, plan_run
@@ -64,7 +64,7 @@ def smoke(overrides: Overrides = None, as_json: AsJson = False) -> int:
         say("no CUDA device: the same checks run on the CPU in miniature")
     results = []
     backends = BACKENDS[device]
-    if device == "cuda" and torch.cuda.get_device_capability() >= MIN_CAPABILITY["experts"]:
+    if device == "cuda" and torch.cuda.get_device_capability() == EXPERTS_CAPABILITY:
         backends = [*backends, EIGHT_BITS]
     for attention, experts in backends:
         chosen = [f"model.attention_backend={attention}", f"model.moe_dispatch={experts}"]

@@ -83,7 +83,7 @@ class ModelConfig(ConfigBlock):
     """Biases on the experts' matrices."""
     moe_dispatch: Literal["auto", "reference", "grouped", "triton_grouped", "grouped_fp8"] = "auto"
     """How tokens reach their experts; auto takes the fastest that this machine has. grouped_fp8: in training, two of a
-    matrix's three products in 8-bit floats (Hopper and later); it rounds more, so auto never takes it."""
+    matrix's three products in 8-bit floats (Hopper); it rounds more, so auto never takes it."""
 
     # Precision
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"

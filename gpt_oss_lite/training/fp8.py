@@ -12,6 +12,8 @@ the logits' D terms. The hidden states' gradient has V, most of them tiny beside
 Shapes: C tokens of a chunk, D width, V vocabulary rows.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,10 @@ from shared_data.errors import UserError
 
 GRADIENT_SCALE = 2.0**15
 GRADIENT_DTYPE = torch.float8_e5m2
-MIN_CAPABILITY = {"head": (8, 9), "experts": (9, 0)}
-"""PyTorch's grouped products of 8-bit floats begin with Hopper."""
+HEAD_CAPABILITY = (8, 9)
+"""The least."""
+EXPERTS_CAPABILITY = (9, 0)
+"""The one: PyTorch 2.11 has grouped products with a scale for each row for Hopper, and none for later cards."""
 _E4M3_MAX = 448.0
 
 
@@ -30,22 +34,21 @@ def check_fp8(recipe: Recipe, device: torch.device) -> None:
     """Refuse `training.fp8_head` and `model.moe_dispatch: grouped_fp8` on a device without such products.
 
     Raises:
-        UserError: the device is no GPU, or one before Ada and Hopper.
+        UserError: the device is no GPU, or one that has not those of the key that is set.
     """
-    if recipe.training.fp8_head:
-        _check("training.fp8_head is true", MIN_CAPABILITY["head"], "8.9 or later (Ada, Hopper)", "false", device)
-    if recipe.model.moe_dispatch == "grouped_fp8":
-        allowed = "9.0 or later (Hopper)"
-        _check("model.moe_dispatch is grouped_fp8", MIN_CAPABILITY["experts"], allowed, "auto", device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if recipe.training.fp8_head and capability < HEAD_CAPABILITY:
+        _refuse("training.fp8_head is true", device, "8.9 or later (Ada, Hopper)", "false")
+    if recipe.model.moe_dispatch == "grouped_fp8" and capability != EXPERTS_CAPABILITY:
+        _refuse("model.moe_dispatch is grouped_fp8", device, "9.0 (Hopper)", "auto")
 
 
-def _check(chosen: str, least: tuple[int, int], allowed: str, instead: str, device: torch.device) -> None:
-    needs = f"it needs a GPU of compute capability {allowed}; set it to {instead}"
-    if device.type != "cuda":
-        raise UserError(f"{chosen}, and the device is {device.type}: {needs}")
-    if (capability := torch.cuda.get_device_capability(device)) < least:
-        name, has = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-        raise UserError(f"{chosen}, and {name} has {has}: {needs}")
+def _refuse(chosen: str, device: torch.device, allowed: str, instead: str) -> NoReturn:
+    there = f"the device is {device.type}"
+    if device.type == "cuda":
+        has = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        there = f"{torch.cuda.get_device_name(device)} has {has}"
+    raise UserError(f"{chosen}, and {there}: it needs a GPU of compute capability {allowed}; set it to {instead}")
 
 
 def _quantized(x_ND: Tensor) -> tuple[Tensor, Tensor]:

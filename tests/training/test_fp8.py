@@ -111,6 +111,28 @@ def test_it_is_refused_where_it_cannot_run(tmp_path, key, value):
     check_fp8(load_recipe(H200), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "refused", "allowed"),
+    [
+        (HEAD, ["8.0", "8.6"], "8.9 or later (Ada, Hopper); set it to false"),
+        (EXPERTS, ["8.0", "8.6", "8.9", "10.0", "10.3", "12.0"], "9.0 (Hopper); set it to auto"),
+    ],
+)
+def test_it_is_refused_on_cards_without_such_products(monkeypatch, setting, refused, allowed):
+    key, value = setting
+    recipe, said = load_recipe(H200, [f"{key}={value}"]), {}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Card")
+    for capability in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0"):
+        has = tuple(map(int, capability.split(".")))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=has: has)
+        try:
+            check_fp8(recipe, torch.device("cuda"))
+        except UserError as error:
+            said[capability] = str(error)
+    needs = f"it needs a GPU of compute capability {allowed}"
+    assert said == {one: f"{key} is {value}, and Card has {one}: {needs}" for one in refused}
+
+
 @pytest.mark.parametrize(("key", "value"), [HEAD, EXPERTS])
 @pytest.mark.parametrize(
     ("other", "said"),
