@@ -2,12 +2,17 @@
 
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from gpt_oss_lite.config import ModelConfig
 
 Module = TypeVar("Module", bound=nn.Module)
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not ON_HOPPER, reason="experts in 8 bits need a GPU of compute capability 9.0")
+GROUPED_FP8 = pytest.param("grouped_fp8", marks=hopper)
 
 SMALL = ModelConfig(
     vocab_size=61,

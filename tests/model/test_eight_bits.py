@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import relative_error
+from small_models import hopper, relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
 
@@ -142,6 +142,7 @@ GROUPS = {
 
 
 @pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_grouped_products_are_those_of_the_rounded_numbers(groups, transposed):
@@ -161,6 +162,7 @@ def test_grouped_products_are_those_of_the_rounded_numbers(groups, transposed):
 
 
 @pytest.mark.gpu
+@hopper
 def test_dense_products_are_those_of_the_rounded_numbers():
     torch.manual_seed(0)
     x, w = torch.randn(512, 1536, device="cuda").bfloat16(), torch.randn(1536, 768, device="cuda").bfloat16()
@@ -171,6 +173,7 @@ def test_dense_products_are_those_of_the_rounded_numbers():
 
 
 @pytest.mark.gpu
+@hopper
 def test_rows_of_a_product_lose_nothing_against_float64_beyond_their_rounding_with_tiny_and_huge_rows():
     x = lively(256, 768).bfloat16()
     w = (torch.randn(768, 512, device="cuda") * torch.logspace(-3, 2, 512, device="cuda")).bfloat16()

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 from gpt_oss_lite.model.fused import attention as fused_attention_module
 from gpt_oss_lite.model.fused import moe as fused_moe_module
 from gpt_oss_lite.model.fused.attention import AttentionGeometry, fused_attention
+from gpt_oss_lite.model.fused.block import grouped_products
 from gpt_oss_lite.model.fused.moe import MoEGeometry, fused_moe
 from gpt_oss_lite.model.fused.products import PRODUCTS
 from gpt_oss_lite.model.fused.weights import joined_copy
@@ -97,6 +98,21 @@ def check_moe(n_experts, used, n_shared, has_bias, clamped):
     assert torch.equal(fused_load, load)
     for ours, theirs in zip(actual, expected, strict=True):
         assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((8, 0), "triton_grouped"), ((8, 9), "triton_grouped"), ((9, 0), "grouped"), ((10, 0), "grouped"),
+     ((10, 3), "grouped"), ((11, 0), "triton_grouped"), ((12, 0), "triton_grouped")],
+)  # fmt: skip
+def test_auto_takes_pytorchs_grouped_products_where_they_do_not_wait_for_the_host(monkeypatch, capability, name):
+    # On other cards PyTorch loops over the groups and reads their sizes for it (pytorch/pytorch#170955).
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    choose = grouped_products.__wrapped__  # without its cache
+    assert choose("auto", training=True) == choose("auto", training=False) == name
+    assert choose("grouped_fp8", training=True) == "grouped_fp8"
+    assert choose("grouped_fp8", training=False) == name
+    assert choose("triton_grouped", training=True) == choose("triton_grouped", training=False) == "triton_grouped"
 
 
 def test_tied_logits_go_to_the_lowest_experts_and_idle_experts_get_zero_gradients():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import relative_error
+from small_models import GROUPED_FP8, hopper, relative_error
 from syncs import syncs_refused
 
 from gpt_oss_lite.config import ModelConfig
@@ -122,7 +122,10 @@ def test_attention_and_every_gradient_are_within_one_percent_of_float64(layer):
 
 
 # Two of three products of numbers with 3 bits of mantissa: about 4 % each, and what follows of them.
-@pytest.mark.parametrize(("moe_dispatch", "bound"), [("grouped", 0.01), ("triton_grouped", 0.01), ("grouped_fp8", 0.1)])
+@pytest.mark.parametrize(
+    ("moe_dispatch", "bound"),
+    [("grouped", 0.01), ("triton_grouped", 0.01), pytest.param("grouped_fp8", 0.1, marks=hopper)],
+)
 @pytest.mark.parametrize("router", ["random", "tied"])
 def test_experts_and_every_gradient_are_near_float64(router, moe_dispatch, bound):
     model = make_model(FUSED.replace(moe_dispatch=moe_dispatch), router)
@@ -140,6 +143,7 @@ def test_experts_and_every_gradient_are_near_float64(router, moe_dispatch, bound
         assert loads[0].tolist() == [0.5, 0.5] + [0.0] * 6
 
 
+@hopper
 def test_eight_bits_are_for_training_alone():
     models = [make_model(FUSED.replace(moe_dispatch=dispatch)) for dispatch in ("grouped", "grouped_fp8")]
     ids = torch.randint(0, 1000, (2, 513), device="cuda")
@@ -198,7 +202,7 @@ def full_step(model: GPTOSS, ids: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+@pytest.mark.parametrize("moe_dispatch", ["auto", GROUPED_FP8])
 def test_two_steps_are_bitwise_equal_with_and_without_recomputation(moe_dispatch):
     model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     ids = torch.randint(0, 1000, (2, 513), device="cuda")
@@ -213,7 +217,7 @@ def test_two_steps_are_bitwise_equal_with_and_without_recomputation(moe_dispatch
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("moe_dispatch", ["auto", "grouped_fp8"])
+@pytest.mark.parametrize("moe_dispatch", ["auto", GROUPED_FP8])
 def test_no_host_sync_whatever_the_routing(moe_dispatch):
     model = make_model(FUSED.replace(moe_dispatch=moe_dispatch))
     full_step(model, torch.randint(0, 1000, (2, 513), device="cuda"))

@@ -76,14 +76,16 @@ def _why_not(config: ModelConfig, device_type: str, dtype: torch.dtype) -> str |
 
 @cache
 def grouped_products(moe_dispatch: str, training: bool) -> str:
-    """Name of the products for this machine's card: PyTorch's on Hopper and later, Triton's on the others.
+    """Name of the products for this machine's card: PyTorch's on Hopper and the Blackwell of data centres, Triton's on
+    the others.
 
-    Before compute capability 9.0 PyTorch's read the groups' sizes on the host, once a product. 8 bits are for training
-    alone: what is evaluated is the model that will be used, in bf16.
+    There, at compute capability 9 and 10, PyTorch's are one kernel; elsewhere they read the groups' sizes on the host,
+    once a product. 8 bits are for training alone: what is evaluated is the model that will be used, in bf16.
     """
     if moe_dispatch != "auto" and (training or moe_dispatch != "grouped_fp8"):
         return moe_dispatch
-    return "grouped" if torch.cuda.get_device_capability() >= (9, 0) else "triton_grouped"
+    major, _ = torch.cuda.get_device_capability()
+    return "grouped" if major in (9, 10) else "triton_grouped"
 
 
 class FusedBlock:
