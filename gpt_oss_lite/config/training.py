@@ -231,7 +231,8 @@ class Recipe(ConfigBlock):
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
         if self.training.fp8_head:
-            self._check_eight_bits("training.fp8_head is true", ("d_model", "embedding_rows"))
+            rows = "vocab_size" if self.model.padded_vocab_size is None else "padded_vocab_size"
+            self._check_eight_bits("training.fp8_head is true", ("d_model", rows))
         if self.model.moe_dispatch == "grouped_fp8":
             chosen = "model.moe_dispatch is grouped_fp8"
             self._check_eight_bits(chosen, ("d_model", "expert_hidden_size"))

@@ -280,13 +280,14 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     nats = np.full((len(depths), len(lengths)), np.nan)
     for cell in cells:
         row, column = depths.index(cell.depth), lengths.index(cell.length)
-        nats[row, column] = cell.nats_per_token
+        nats[row, column] = np.minimum(cell.nats_per_token, LARGEST_NATS)  # an infinite one would have no colour
         axes.text(column, row, f"{cell.found} of {cell.trials}\n{cell.nats_per_token:.1f}", ha="center", va="center",
-                  color="black" if cell.nats_per_token < 0.4 * LARGEST_NATS else "white")  # fmt: skip
+                  color="white" if cell.nats_per_token >= 0.4 * LARGEST_NATS else "black")  # fmt: skip
     image = axes.imshow(nats, vmin=0, vmax=LARGEST_NATS, cmap="viridis_r", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="context, tokens", ylabel="depth of the key", title=title)
+    axes.set(xlabel="context, tokens", ylabel="depth of the key")
+    axes.set_title(title, parse_math=False)  # a run's name may have dollar signs
     figure.colorbar(image, label="nats per token of the key")
     save_picture(figure, path)
 

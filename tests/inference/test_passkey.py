@@ -170,7 +170,9 @@ def test_the_heat_map_shows_every_cell(tmp_path):
         heat_map(CELLS, tmp_path / "map.jpg", "x")
 
 
-@pytest.mark.parametrize(("nats", "colour"), [(0.0, (253, 231, 37)), (12.0, (68, 1, 84)), (13.0, (68, 1, 84))])
+@pytest.mark.parametrize(
+    ("nats", "colour"), [(0.0, (253, 231, 37)), (12.0, (68, 1, 84)), (13.0, (68, 1, 84)), (np.inf, (68, 1, 84))]
+)
 def test_the_heat_maps_colours_go_from_a_certain_key_to_a_guess(tmp_path, nats, colour):
     """The ends of viridis, yellow and violet, whatever is found."""
     from matplotlib.image import imread
@@ -179,6 +181,22 @@ def test_the_heat_maps_colours_go_from_a_certain_key_to_a_guess(tmp_path, nats, 
     pixels = (imread(tmp_path / "map.png")[:, :, :3].reshape(-1, 3) * 255).round().astype(int)
     colours, counts = np.unique(pixels[(pixels < 255).any(axis=1)], axis=0, return_counts=True)
     assert colours[counts.argmax()] == pytest.approx(colour, abs=1)
+
+
+@pytest.mark.parametrize(("nats", "fill"), [(0.0, "#000000"), (4.7, "#000000"), (4.9, "#ffffff"), (np.inf, "#ffffff"),
+                                            (np.nan, "#000000")])  # fmt: skip
+def test_a_cells_text_can_be_read_on_its_colour_and_on_none(tmp_path, nats, fill):
+    """White on dark colours; black on bright ones, and on the paper where there is no number."""
+    heat_map([Cell(64, 0.0, 10, 5, nats)], tmp_path / "map.svg", "one cell")
+    texts = [element for element in ElementTree.parse(tmp_path / "map.svg").iter() if element.text == f"{nats:.1f}"]
+    found = {style.partition("fill:")[2].strip()[:7] for text in texts for style in [text.get("style", "")]}
+    assert {colour or "#000000" for colour in found} == {fill}
+
+
+def test_a_heat_maps_title_is_taken_as_it_is(tmp_path):
+    heat_map(CELLS[:1], tmp_path / "map.svg", "Passkeys found: run $x^ and $y_")
+    texts = [element.text for element in ElementTree.parse(tmp_path / "map.svg").iter()]
+    assert "Passkeys found: run $x^ and $y_" in texts
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,25 @@ def test_swiglu_gives_both_forms_forward_and_backward(hidden, clamped, weighted)
     assert_eight_bits_of(gradients.x_RI, gradients.eight_RI, gradients.scale_R)
 
 
+@pytest.mark.parametrize("eight_bits", [None, DTYPE])
+@pytest.mark.parametrize("clamped", [True, False])
+def test_what_is_not_a_number_in_a_hidden_layer_stays_so(clamped, eight_bits):
+    """The clamped form's limits are no numbers to take instead, on a GPU neither. Three rows: gate, up and no fault."""
+    gate_up = torch.ones(3, 2 * 24, device=DEVICE)
+    gate_up[0, 5] = gate_up[1, 24 + 5] = float("nan")
+    at_fault = torch.zeros(3, 24, dtype=torch.bool)
+    at_fault[:2, 5] = True
+    weight, upstream = torch.ones(3, device=DEVICE), torch.ones(3, 24, device=DEVICE)
+    a = swiglu(gate_up, weight, clamped, eight_bits)
+    gradients, dweight = swiglu_backward(upstream, gate_up, weight, clamped, eight_bits)
+    assert torch.equal(a.x_RI.isnan().cpu(), at_fault)
+    assert torch.equal(gradients.x_RI.view(3, 2, 24).isnan().any(1).cpu(), at_fault)
+    assert dweight.isnan().tolist() == [True, True, False]
+    if eight_bits is not None:
+        for rows in (a, gradients):
+            assert rows.eight_RI.float().isnan().any(1).tolist() == [True, True, False]
+
+
 def plain_grouped(rows: Rows, w_EIO: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     """What the 8-bit products compute, by loops over the scaled rows and matrices."""
     starts = [0, *offsets_E.tolist()]

@@ -83,6 +83,22 @@ def test_20_steps_on_2_and_4_ranks_are_those_of_one_process(setting, float64, bo
         assert losses == pytest.approx([e["loss"] for e in tiny_run.events(runs[1, "ddp"], "eval")], rel=bound)
 
 
+def test_muons_steps_on_2_and_4_ranks_are_those_of_one_process(setting, tmp_path):
+    """In float64: directions are rounded to bf16, which fp32's last bits decide now and then."""
+    _, recipe = setting
+    poison = {1: {0: [5, 6]}, 2: {1: [2], 0: [3]}, 4: {1: [1], 2: [1]}}
+    kinds = [(1, "ddp"), (2, "ddp"), (4, "ddp"), (2, "experts")]
+    runs = {kind: tmp_path / f"{kind[0]}-{kind[1]}" for kind in kinds}
+    jobs = [
+        Job(n, str(recipe), str(run), ["training.optimizer=muon", *WORDS[p]], seed=3, float64=True, poison=poison[n])
+        for (n, p), run in runs.items()
+    ]
+    assert ranks.run(*jobs) == [[0] * n for n, _ in kinds]
+    for run in runs.values():
+        assert_same_rows(run, runs[1, "ddp"], 1e-10)
+        assert [(e["step"], e["micro_batches"]) for e in tiny_run.events(run, "skip")] == [(2, [1, 2])]
+
+
 def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, tmp_path):
     _, recipe = setting
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"

@@ -147,6 +147,18 @@ def test_it_goes_with_bf16_and_multiples_of_16(key, value, other, said):
 
 
 @pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["model.padded_vocab_size=128264"], "model.padded_vocab_size is 128264"),
+        (["model.padded_vocab_size=null", "model.vocab_size=128001"], "model.vocab_size is 128001"),
+    ],
+)
+def test_the_head_names_the_key_that_has_its_rows(rows, said):
+    with pytest.raises(UserError, match=f"training.fp8_head is true: {said}, it must be a multiple of 16"):
+        load_recipe(H200, ["training.fp8_head=true", *rows])
+
+
+@pytest.mark.parametrize(
     ("other", "said"),
     [
         ("model.expert_hidden_size=1528", "model.expert_hidden_size is 1528, it must be a multiple of 16"),

@@ -26,12 +26,22 @@ WARPS = 4
 
 
 @triton.jit
+def _at_most_7(x):
+    """NaN stays NaN, as in PyTorch: a GPU's plain minimum would make 7 of it, and no one would see the fault."""
+    return tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _within_7(x):
+    return tl.maximum(_at_most_7(x), -7.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _activation(gate, up, CLAMPED: tl.constexpr):
     """SwiGLU, or GPT-OSS's clamped form: gate at most 7, up within +-7, sigmoid(1.702 gate), up + 1."""
     if CLAMPED:
-        gate = tl.minimum(gate, 7.0)
-        up = tl.maximum(tl.minimum(up, 7.0), -7.0)
-        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+        gate = _at_most_7(gate)
+        return gate * tl.sigmoid(1.702 * gate) * (_within_7(up) + 1.0)
     return gate * tl.sigmoid(gate) * up
 
 
@@ -79,8 +89,8 @@ def _swiglu_backward(
         da = tl.load(da_ptr + rows[:, None].to(tl.int64) * F + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if CLAMPED:
             inside_gate, inside_up = gate <= 7.0, tl.abs(up) <= 7.0
-            gate = tl.minimum(gate, 7.0)
-            shifted_up = tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0
+            gate = _at_most_7(gate)
+            shifted_up = _within_7(up) + 1.0
             sigmoid = tl.sigmoid(1.702 * gate)
             slope = sigmoid * (1.0 + 1.702 * gate * (1.0 - sigmoid))
         else:
