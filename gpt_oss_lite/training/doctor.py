@@ -19,6 +19,7 @@ import typer
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.config.unread import unread_keys
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
+from gpt_oss_lite.training.ram import available_ram_bytes, ram_bytes
 from shared_data.console import count_of, describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder
@@ -322,27 +323,3 @@ def duration(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     lost = min(training.save_interval, stop_step) * step_s
     text = f"about {format_duration(stop_step * step_s)} at {ASSUMED_MFU:.0%} MFU; a crash costs up to "
     yield Finding("estimate", NOTICE if lost > DAY_S / 4 else GOOD, text + format_duration(lost))
-
-
-def ram_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def available_ram_bytes() -> int:
-    """Memory that may still be taken, also within a container's limit."""
-    available = ram_bytes()
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdecimal():
-        available = min(available, int(limit[0]) - int(used[0]))
-    return available
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -72,7 +72,10 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that are there.", show_default=False)],
     hours: Annotated[float, typer.Option(help="Hours that they are there for.", show_default=False)],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="Their name, as CUDA reports it.")] = Cluster.gpu,
-    gpu_gb: Annotated[float, typer.Option(help="Memory of each in GB (10^9 bytes).")] = Cluster.gpu_gb,
+    gpu_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory of each in GB (10^9 bytes). Default: that of --gpu.", show_default=False),
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = Cluster.gpus_per_node,
     network_gbit: Annotated[
         float, typer.Option(help="Network of a node in Gbit/s for each of its GPUs.")
@@ -81,7 +84,7 @@ def plan(
 ) -> None:
     """Propose the largest shipped recipe whose tokens some GPUs train in a time, and how to lay it out."""
     for name, value in (("--hours", hours), ("--gpu-gb", gpu_gb), ("--network-gbit", network_gbit)):
-        if not (value > 0 and math.isfinite(value)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value:g}: it must be finite and greater than 0")
     cluster = Cluster(gpus=gpus, gpu=gpu, gpu_gb=gpu_gb, gpus_per_node=gpus_per_node, network_gbit=network_gbit)
     proposal = propose(cluster, hours)
@@ -107,7 +110,7 @@ def propose(cluster: Cluster, hours: float) -> Proposal:
             return simplest_of_the_fast(in_time)
         too_slow = min(found, key=lambda one: one.hours, default=too_slow)
     if too_slow is None:
-        raise UserError(f"--gpu-gb is {cluster.gpu_gb:g}: no recipe of {', '.join(LADDER)} fits into that")
+        raise UserError(f"--gpu-gb is {cluster.memory_gb:g}: no recipe of {', '.join(LADDER)} fits into that")
     where = count_of(too_slow.gpus, "GPU") + (f" of the {cluster.gpus}" if too_slow.gpus < cluster.gpus else "")
     raise UserError(
         f"--hours is {hours:g}: it must be at least {math.ceil(100 * too_slow.hours) / 100:g} with --gpus "
@@ -130,7 +133,7 @@ def layouts(name: str, cluster: Cluster) -> Iterator[Proposal]:
     for ranks in usable_ranks(recipe.training.windows_per_step, cluster.gpus, cluster.gpus_per_node):
         for parallelism in PARALLELISM if ranks > 1 else PARALLELISM[:1]:
             layout = Layout(ranks, parallelism)
-            found = fastest_that_fits(recipe, int(HEADROOM * cluster.gpu_gb * 1e9), layout)
+            found = fastest_that_fits(recipe, int(HEADROOM * cluster.memory_gb * 1e9), layout)
             if found is not None:
                 yield _proposal(recipe, name, cluster, layout, *found)
 
@@ -190,7 +193,7 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
         "step is exchange that nothing hides"
     )
     yield f"time       {format_duration(proposal.hours * 3600)}, without evaluations, saves and interruptions"
-    yield f"memory     {proposal.memory_gb:.1f} of {cluster.gpu_gb:g} GB on each GPU"
+    yield f"memory     {proposal.memory_gb:.1f} of {cluster.memory_gb:g} GB on each GPU"
     for name, size in proposal.memory.items():
         yield f"           {size / 1e9:8.3f} GB  {name}"
     yield f"launch     {proposal.launch}"

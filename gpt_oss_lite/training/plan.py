@@ -14,10 +14,11 @@ from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.disk import check_room_for_run
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.fp8 import check_fp8
-from gpt_oss_lite.training.layout import check_split
-from gpt_oss_lite.training.memory import meta_model
+from gpt_oss_lite.training.layout import check_split, layout_of
+from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 from gpt_oss_lite.training.mirror import Mirror, bring_back
 from gpt_oss_lite.training.mixed import open_corpus
+from gpt_oss_lite.training.ram import ram_bytes
 from gpt_oss_lite.training.run_folder import (
     RECORD_NAME,
     ResumeRequest,
@@ -117,7 +118,27 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
     for line in unread_keys(recipe, ranks.size):
         say(f"warning: {line}")
     check_room(folder, recipe, options.max_steps)
+    check_ram(recipe, ranks)
     return Plan(options, recipe, folder, resuming, dataset, validation, corpus, step, ranks)
+
+
+def check_ram(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuse a step on the CPU that is estimated at more than the whole machine has.
+
+    A GPU that runs out of memory says so, and the run ends in good order; Linux kills a process, and not always the
+    one that took the memory.
+
+    Raises:
+        UserError: it is.
+    """
+    if ranks.device.type != "cpu":
+        return
+    need = estimate_recipe(recipe, device_type="cpu", layout=layout_of(recipe.training, ranks.size)).total_bytes
+    if need > (have := ram_bytes()):
+        raise UserError(
+            f"a step of this recipe is estimated at {need / 1e9:.1f} GB on the CPU, in fp32, and the machine has "
+            f"{have / 1e9:.1f} GB; it needs a GPU, or a smaller model or training.micro_batch_size"
+        )
 
 
 def words_of_plan(plan: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pytest
 
 from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.training.cluster import card_memory_gb
 from gpt_oss_lite.training.flops import device_peak_flops, flops_per_token, format_mfu, mfu
 
 CONFIG = ModelConfig(padded_vocab_size=128256)
@@ -74,6 +75,19 @@ def test_a_device_that_is_not_known_has_no_peak_and_no_mfu(name):
     assert device_peak_flops(name) is None
     share = mfu(1e5, CONFIG, 4096, device_peak_flops(name))
     assert format_mfu(share) == "n/a"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA A100-SXM4-40GB", 40), ("A100-PCIE-40GB", 40),
+        ("NVIDIA A100 80GB PCIe", 80), ("NVIDIA A100 PCIe", None), ("NVIDIA H100 80GB HBM3", 80), ("NVIDIA H100 PCIe", 80), ("NVIDIA H100 NVL", 94),
+        ("NVIDIA H200", 141), ("NVIDIA GH200 480GB", 96), ("NVIDIA B200", 180), ("NVIDIA L4", 24), ("NVIDIA L40S", 48),
+        ("NVIDIA GeForce RTX 4090", 24), ("NVIDIA GeForce RTX 5090", 32), ("NVIDIA H20", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_data_sheets(name, memory_gb):
+    assert card_memory_gb(name) == memory_gb
 
 
 def test_mfu_is_the_measured_share_of_the_peak():

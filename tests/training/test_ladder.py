@@ -96,6 +96,13 @@ def test_the_command_prints_recipe_layout_step_speed_time_memory_and_launch(caps
     assert "one H200" in lines["The"]
 
 
+def test_a_card_is_planned_for_with_its_own_memory(capsys):
+    assert plan("--gpus", 1, "--hours", 100, "--gpu", "NVIDIA GeForce RTX 4090") == 0
+    assert "of 24 GB on each GPU" in capsys.readouterr().out
+    assert plan("--gpus", 1, "--hours", 100, "--gpu", "NVIDIA GeForce RTX 4090", "--gpu-gb", 48, "--json") == 0
+    assert 24 < json.loads(capsys.readouterr().out)["memory_gb"] <= 48
+
+
 def test_as_json(capsys):
     assert plan("--gpus", 1, "--hours", 9, "--gpu", "NVIDIA H200", "--gpu-gb", 141, "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -122,6 +129,7 @@ def test_as_json(capsys):
         (["--gpus", 8, "--hours", 9, "--network-gbit", 0], "--network-gbit is 0: it must be finite"),
         (["--gpus", 8, "--hours", 9, "--gpus-per-node", 0], "'--gpus-per-node': '0' should be greater"),
         (["--gpus", 8, "--hours", 9, "--gpu", "H20"], "--gpu is H20: its peak is not known"),
+        (["--gpus", 8, "--hours", 9, "--gpu", "A100 PCIe"], "--gpu is A100 PCIe: its memory is not known; it must be"),
         (["--gpus", 8, "--hours", 9, "--gpu-gb", 1], "--gpu-gb is 1: no recipe of pretrain_150m, "),
         (
             ["--gpus", 1, "--hours", 0.5],

@@ -34,6 +34,15 @@ def open_for(tmp_path, corpus, **changes):
     return open_run(plan_run(options_for(tmp_path, corpus, **changes)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says itself that it has no memory left")
+def test_a_step_that_cannot_fit_into_the_machine_is_refused_before_anything_is_written(tmp_path, corpus):
+    options = options_for(tmp_path, corpus, micro_batch_size=10**9)
+    said = r"estimated at [\d.]+ GB on the CPU, in fp32, and the machine has [\d.]+ GB; it needs a GPU, or a smaller"
+    with pytest.raises(UserError, match=said):
+        plan_run(options)
+    assert not (tmp_path / "out").exists()
+
+
 def gradients(run, batches, n_valid):
     """Gradients of some micro-batches, and their losses, as the loop adds them up."""
     run.model.zero_grad()
