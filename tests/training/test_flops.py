@@ -81,9 +81,10 @@ def test_a_device_that_is_not_known_has_no_peak_and_no_mfu(name):
     ("name", "memory_gb"),
     [
         ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA A100-SXM4-40GB", 40), ("A100-PCIE-40GB", 40),
-        ("NVIDIA A100 80GB PCIe", 80), ("NVIDIA A100 PCIe", None), ("NVIDIA H100 80GB HBM3", 80), ("NVIDIA H100 PCIe", 80), ("NVIDIA H100 NVL", 94),
-        ("NVIDIA H200", 141), ("NVIDIA GH200 480GB", 96), ("NVIDIA B200", 180), ("NVIDIA L4", 24), ("NVIDIA L40S", 48),
-        ("NVIDIA GeForce RTX 4090", 24), ("NVIDIA GeForce RTX 5090", 32), ("NVIDIA H20", None), ("cpu", None),
+        ("NVIDIA A100 80GB PCIe", 80), ("NVIDIA A100 PCIe", None), ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA H100 PCIe", 80), ("NVIDIA H100 NVL", 94), ("NVIDIA H200", 141), ("NVIDIA GH200 480GB", 96),
+        ("NVIDIA B200", 180), ("NVIDIA L4", 24), ("NVIDIA L40S", 48), ("NVIDIA GeForce RTX 4090", 24),
+        ("NVIDIA GeForce RTX 5090", 32), ("NVIDIA H20", None), ("cpu", None),
     ],
 )  # fmt: skip
 def test_memory_is_that_of_the_data_sheets(name, memory_gb):
