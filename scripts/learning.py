@@ -285,7 +285,11 @@ def tables(
     if results.is_dir() and not any((results / "results").glob("*.json")):
         raise UserError(f"--results {results}: there is no results/*.json in it; scripts/learning.py run writes them")
     path = gather(results) if results.is_dir() else results
-    print("\n".join(map(str, write_page(read_results(path, "results"), page))))
+    content = read_results(path, "results")
+    runs = content["results"]
+    if not isinstance(runs, dict) or not all(isinstance(run, dict) for run in runs.values()):
+        raise UserError(f"{path} is no file of results: its key results has to hold an object for each experiment")
+    print("\n".join(map(str, write_page(content, page))))
 
 
 if __name__ == "__main__":

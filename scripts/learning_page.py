@@ -24,7 +24,7 @@ def left_where_incomplete(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         say(f"{name} stays as it is: the results lack something ({type(error).__name__}: {error})")
 
 

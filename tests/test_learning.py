@@ -215,6 +215,7 @@ def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):
     real["answers"]["passkey_lengths"] = []
     real["answers"]["samples"][0]["text"] = " rains\n<!-- end -->\n```\n<!-- corpus -->\n````"
     results["transformers-1"]["rows"].pop()
+    results["baseline-0"]["final"]["loss"] = 10**400  # which is no float
     write_page({"results": results}, page)
     first = page.read_text()
     write_page({"results": results}, page)
@@ -222,7 +223,8 @@ def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "exported stays as it is: the results lack something (KeyError: 'ours')" in said
     assert "parity stays as it is" in said
-    assert first.count(BLANK) == 3  # and of passkeys, of which there are none
+    assert "ablations stays as it is: the results lack something (OverflowError:" in said
+    assert first.count(BLANK) == 4  # and of passkeys, of which there are none
     assert "MFU 40.0%" in first
     for row in real["rows"]:
         row["mfu"] = None
@@ -236,6 +238,9 @@ def test_what_results_lack_is_told_and_the_rest_is_written(tmp_path, capsys):
         ("{", "is not JSON"),
         ("[]", "it has no key results"),
         ('{"result": {}}', "it has no key results"),
+        ('{"results": null}', "its key results has to hold an object for each experiment"),
+        ('{"results": []}', "its key results has to hold an object for each experiment"),
+        ('{"results": {"real": 5}}', "its key results has to hold an object for each experiment"),
         (None, "there is no results/*.json"),
         (
             json.dumps({"results": {"real": {"answers": {"samples": [{"prompt": "", "text": "", "temperature": 0}]}}}}),
