@@ -78,7 +78,7 @@ CASES = {
         ["data/quickstart/pretrain_chinchilla", "`make demo`"]),
     "no default corpus": (
         None, ["pretrain", "--config", FULL, "--out", "new"],
-        ["data/pretrain_chinchilla", "prepare it with `gpt-oss-lite prepare`"]),
+        ["data/pretrain_chinchilla", "python data/prepare_data.py --stage pretrain"]),
     "nothing held out": (
         lambda: shutil.rmtree("corpus/validation"), ["eval", "--checkpoint", "run", "--data", "corpus/validation"],
         ["corpus/validation", "nothing was held out", "validation_share"]),

@@ -83,7 +83,7 @@ def with_data(options, tmp_path, **data):
 
 def test_missing_corpus_names_the_command_that_prepares_it(options, tmp_path, capsys):
     assert_refused(
-        with_data(options, tmp_path, train_data_path=str(tmp_path / "none")), capsys, "none", "gpt-oss-lite prepare"
+        with_data(options, tmp_path, train_data_path=str(tmp_path / "none")), capsys, "none", "data/prepare_data.py"
     )
 
 

@@ -28,7 +28,7 @@ from shared_data.errors import UserError
 from shared_data.manifest import MANIFEST_NAME, TOKEN_BYTES, Manifest
 
 DEFAULT_FOLDER = Path("data/pretrain_chinchilla")
-PREPARE_COMMAND = "gpt-oss-lite prepare"
+PREPARE_COMMAND = "python data/prepare_data.py --stage pretrain"
 DEMO_FOLDER = Path("data/quickstart")
 # torch.save writes a zip archive. As an id these four bytes would be 67,324,752: no raw corpus starts with them.
 TENSOR_FILE_MAGIC = b"PK\x03\x04"
