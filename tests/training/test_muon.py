@@ -239,8 +239,12 @@ def test_workspace_of_square_matrices_is_no_larger():
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_in_a_step():
-    optimizer = StackedMuon(matrices_on("cuda"), **KEYS)
+    matrices = matrices_on("cuda")
+    optimizer = StackedMuon(matrices, **KEYS)
     for seed in range(2):
-        give_gradients(optimizer.param_groups[0]["params"], seed=seed)
+        give_gradients(matrices, seed=seed)
+        before = [matrix.detach().clone() for matrix in matrices]
         with syncs_refused():
             optimizer.step()
+        moved = [not torch.equal(matrix, old) for matrix, old in zip(matrices, before, strict=True)]
+        assert moved == [index != WITHOUT_GRADIENT for index in range(len(SHAPES))]

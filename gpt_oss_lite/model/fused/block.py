@@ -40,10 +40,9 @@ def why_not_fused_moe(config: ModelConfig, device_type: str, dtype: torch.dtype)
         return "model.moe_dispatch is reference"
     if config.expert_bias:
         return "model.expert_bias is true"
-    multiple = 16 if config.moe_dispatch == "grouped_fp8" else 8
     for key in ("d_model", "expert_hidden_size"):
-        if getattr(config, key) % multiple:
-            return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of {multiple}"
+        if getattr(config, key) % 8:
+            return f"model.{key} is {getattr(config, key)}, and grouped products take multiples of 8"
     return _why_not(config, device_type, dtype)
 
 
