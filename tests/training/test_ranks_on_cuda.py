@@ -1,0 +1,157 @@
+"""Several ranks on a GPU: NCCL and the fused path, for real. They share one GPU, as nodes of a job would not
+(scripts/ranks_on_one_gpu.py)."""
+
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+import ranks_on_one_gpu
+import tiny_run
+from safetensors.torch import load_file
+from test_distributed import saved_state
+
+pytestmark = pytest.mark.gpu
+
+TIMEOUT_S = 20
+# TF32 and bf16 keep 10 and 7 bits; sums in another order fall to the other side of one now and then.
+BOUNDS = {"fp32": 2e-3, "bf16": 2e-2}
+LAYOUTS = {
+    "ddp": [],
+    "fsdp": ["training.parallelism=fsdp"],
+    "experts": ["training.expert_parallel_size=2"],
+}
+# The first word after torchrun: a rank that takes itself for one of a host of its own, where no other can see it.
+ELSEWHERE = """
+import os, runpy, socket, sys
+socket.gethostname = lambda: os.environ["NCCL_HOSTID"]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_run.make_corpus(folder / "corpus")
+    return folder
+
+
+def write_recipe(folder, dtype="bf16", **training):
+    """The tiny recipe, 4 micro-batches a step; the fused path in bf16."""
+    model = {"dtype": dtype, "moe_dispatch": "auto" if dtype == "bf16" else "reference"}
+    path = folder / f"{dtype}.yaml"
+    settings = {"gradient_accumulation_steps": 4, "grad_clip": 0.5, "save_interval": 10, **training}
+    return tiny_run.write_recipe(path, folder / "corpus", model=model, **settings)
+
+
+def start(n_ranks, recipe, run, *words, script=None, max_restarts=0):
+    """The nodes of a run, which speak into a file beside it."""
+    paths = os.pathsep.join(filter(None, [str(tiny_run.ROOT), os.environ.get("PYTHONPATH")]))
+    program = [str(tiny_run.ROOT / "training/pretrain.py"), "--config", str(recipe), "--out", str(run), "--seed", "3"]
+    command = [*([str(script)] if script else []), *program, "--auto-resume", *words]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with open(said_by(run), "a") as said:
+        return ranks_on_one_gpu.start(n_ranks, command, max_restarts, stderr=said, env=environment)
+
+
+def said_by(run):
+    return run.with_suffix(".txt")
+
+
+def wait_for_end(nodes, run):
+    """What the nodes of a run have said when all have ended well."""
+    codes = [node.wait(timeout=300) for node in nodes]
+    said = said_by(run).read_text()
+    assert codes == [0] * len(nodes), said
+    return said
+
+
+def train(n_ranks, recipe, run, *settings, max_steps=20):
+    """A run to its end."""
+    words = ["--max-steps", str(max_steps), *(word for setting in settings for word in ("--set", setting))]
+    if n_ranks == 1:
+        overrides = list(settings)
+        process = tiny_run.start_run(
+            config=recipe, out=run, seed=3, overrides=overrides, max_steps=max_steps, auto_resume=True
+        )
+        code, stderr = tiny_run.finish(process)
+        assert code == 0, stderr
+        return
+    wait_for_end(start(n_ranks, recipe, run, *words), run)
+
+
+def assert_close_rows(run, other, bound):
+    rows, others = tiny_run.rows(run), tiny_run.rows(other)
+    assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, 21))
+    for key in ("ce", "aux", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], rel=bound), key
+    for key in ("tokens", "position", "lr"):
+        assert [row[key] for row in rows] == [row[key] for row in others]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_20_steps_of_several_ranks_are_those_of_one(folder, tmp_path, dtype):
+    recipe = write_recipe(folder, dtype)
+    train(1, recipe, tmp_path / "one")
+    for n_ranks, name in ((2, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "experts")):
+        run = tmp_path / f"{n_ranks}-{name}"
+        train(n_ranks, recipe, run, *LAYOUTS[name])
+        assert_close_rows(run, tmp_path / "one", BOUNDS[dtype])
+
+
+def test_a_run_goes_from_1_rank_to_2_and_back(folder, tmp_path):
+    recipe = write_recipe(folder, save_interval=5)
+    run = tmp_path / "run"
+    train(1, recipe, run, max_steps=5)
+    for name, steps in (("fsdp", 10), ("experts", 15)):
+        train(2, recipe, run, *LAYOUTS[name], max_steps=steps)
+    train(1, recipe, run, max_steps=20)
+    train(1, recipe, tmp_path / "one")
+    assert_close_rows(run, tmp_path / "one", BOUNDS["bf16"])
+    assert [event["step"] for event in tiny_run.events(run, "resume")] == [5, 10, 15]
+    shapes = {name: tensor.shape for name, tensor in load_file(run / "checkpoints/model_step_20.safetensors").items()}
+    for step in (10, 15):
+        assert {name: state[0].shape for name, state in saved_state(run / "checkpoints", step).items()} == shapes
+
+
+def by_rank(nodes):
+    """The processes of a job's ranks."""
+    children = [child for node in nodes for child in psutil.Process(node.pid).children()]
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def wait_for_checkpoint(nodes, run, step):
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / f"meta_step_{step}.json").exists():
+        assert all(node.poll() is None for node in nodes), said_by(run).read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(folder, tmp_path, how, elsewhere, missing):
+    recipe = write_recipe(folder, total_steps=400, save_interval=50, distributed_timeout_s=TIMEOUT_S)
+    run, script = tmp_path / "run", None
+    if elsewhere:
+        script = tmp_path / "elsewhere.py"
+        script.write_text(ELSEWHERE)
+    nodes = start(2, recipe, run, script=script, max_restarts=1)
+    wait_for_checkpoint(nodes, run, 50)
+    processes = by_rank(nodes)
+    processes[missing].send_signal(how)
+    sent = time.monotonic()
+    _, alive = psutil.wait_procs([processes[1 - missing]], timeout=TIMEOUT_S)
+    seconds = time.monotonic() - sent
+    print(f"{how.name} to rank {missing}: the other one had ended {seconds:.1f} s after it (time-out {TIMEOUT_S} s)")
+    assert not alive
+    said = wait_for_end(nodes, run)
+    named = rf"error: rank {missing} \(pid {processes[missing].pid} on \S+\) (was killed|gave no sign of life)"
+    assert re.search(named, said), said
+    (resumed,) = tiny_run.events(run, "resume")
+    assert resumed["step"] >= 50
+    assert [row["step"] for row in tiny_run.rows(run)] == list(range(1, 401))
