@@ -26,7 +26,6 @@ from typing import Annotated, Any, NamedTuple
 
 import needs_packages  # noqa: F401
 import numpy as np
-import ranks_on_one_gpu
 import torch
 import typer
 
@@ -152,22 +151,11 @@ def rows(recipe: Recipe, ranks: int, each: bool = False) -> list[Row]:
 
 
 class TestBed:
-    """A recipe, random tokens for it, and a folder for runs.
+    """A recipe, random tokens for it, and a folder for runs."""
 
-    Args:
-        config: the recipe's file.
-        overrides: `--set` words for it.
-        recipe: what the two make.
-        steps: of a reading.
-        folder: for runs.
-        one_gpu: whether several ranks share one GPU, which tells their memory and not their speed.
-    """
-
-    def __init__(
-        self, config: Path, overrides: list[str], recipe: Recipe, steps: int, folder: Path, one_gpu: bool = False
-    ) -> None:
+    def __init__(self, config: Path, overrides: list[str], recipe: Recipe, steps: int, folder: Path) -> None:
         self._config, self._overrides, self._recipe = config, overrides, recipe
-        self._steps, self._folder, self._one_gpu = steps, folder, one_gpu
+        self._steps, self._folder = steps, folder
         self._runs = 0
 
     def measure(self, row: Row) -> dict[str, Any]:
@@ -201,37 +189,25 @@ class TestBed:
         model = self._recipe.model
         ids = np.random.default_rng(0).integers(model.vocab_size, size=windows * model.max_seq_len + 1, dtype="<u4")
         ids.tofile(corpus)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row.ranks] if row.ranks > 1 else []
         settings = [
             *self._overrides, *settings, f"training.micro_batch_size={row.micro_batch_size}",
             f"training.gradient_accumulation_steps={row.accumulation}", f"data.train_data_path={corpus}",
             "data.data_mix=null", "training.eval_interval=0", "training.save_interval=1000000",
         ]  # fmt: skip
         command = [
-            ROOT / "training/pretrain.py", "--config", self._config, "--out", run, "--seed", 0, "--max-steps",
-            max_steps, *words, *(word for setting in settings for word in ("--set", setting)),
+            sys.executable, *launch, ROOT / "training/pretrain.py", "--config", self._config, "--out", run, "--seed", 0,
+            "--max-steps", max_steps, *words, *(word for setting in settings for word in ("--set", setting)),
         ]  # fmt: skip
-        exit_code, said = self._launch(row, [str(word) for word in command])
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the last step's, which every run saves
-        if exit_code:
-            raise RunFailed(reason_of(exit_code, said))
-        return run
-
-    def _launch(self, row: Row, command: list[str]) -> tuple[int, str]:
-        """Run a command on a row's ranks; exit code and standard error."""
-        if row.ranks > 1 and self._one_gpu:
-            with tempfile.TemporaryFile("w+") as said:
-                nodes = ranks_on_one_gpu.start(row.ranks, command, stdout=subprocess.DEVNULL, stderr=said)
-                codes = [node.wait() for node in nodes]
-                said.seek(0)
-                return next(filter(None, codes), 0), said.read()
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(row.gpu + 1)))).split(",")
         gpu = {"CUDA_VISIBLE_DEVICES": visible[row.gpu]} if row.ranks == 1 and torch.cuda.is_available() else {}
         done = subprocess.run(
-            [sys.executable, *(launch if row.ranks > 1 else []), *command],
-            capture_output=True, text=True, check=False, env={**os.environ, **gpu},
-        )  # fmt: skip
-        return done.returncode, done.stderr
+            [str(word) for word in command], capture_output=True, text=True, check=False, env={**os.environ, **gpu}
+        )
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the last step's, which every run saves
+        if done.returncode:
+            raise RunFailed(reason_of(done.returncode, done.stderr))
+        return run
 
 
 def reason_of(exit_code: int, stderr: str) -> str:

@@ -20,6 +20,7 @@ from timing import time_steps
 
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
+from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 from gpt_oss_lite.training.pretrain import PretrainOptions, train_step
@@ -83,9 +84,16 @@ def byte_counts(recipe: Recipe) -> dict[str, Any]:
 
 
 def measure(
-    config: Path, settings: list[str], recipe: Recipe, steps: int, warmup: int, profile: Path | None = None
+    config: Path,
+    settings: list[str],
+    recipe: Recipe,
+    steps: int,
+    warmup: int,
+    profile: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Time the loop's own steps on random tokens; medians over `steps`. A profile is of further steps."""
+    """Time the loop's own steps on random tokens; medians over `steps`. A profile is of further steps, and what is
+    measured of this process alone where it is one of several `ranks`."""
     model, training = recipe.model, recipe.training
     profiled = 0 if profile is None else WARMUP_STEPS + PROFILED_STEPS
     windows = (warmup + steps + profiled) * training.windows_per_step
@@ -94,7 +102,8 @@ def measure(
         corpus = Path(folder, "tokens.bin")
         ids.tofile(corpus)
         settings = [*settings, f"data.train_data_path={corpus}", "data.data_mix=null", "training.eval_interval=0"]
-        run = open_run(plan_run(PretrainOptions(config=config, out=Path(folder, "run"), seed=0, overrides=settings)))
+        options = PretrainOptions(config=config, out=Path(folder, "run"), seed=0, overrides=settings)
+        run = open_run(plan_run(options, ranks))
         with progress("steps", warmup + steps, "steps") as report:
 
             def step() -> None:
