@@ -29,6 +29,12 @@ from shared_data.errors import UserError
 OPERATION_TIMEOUT = timedelta(minutes=30)
 # The first rank, which failed and says why, leaves first, so that the launcher takes it for the cause.
 PAUSE_FOR_THE_FIRST_S = 2.0
+# What PyTorch's NCCL group leaves in the launcher's own store when an operation failed (ProcessGroupNCCL.hpp). A rank
+# that finds it takes the failure for one of today: it then neither ends nor, some minutes later, goes on.
+FAULT_KEYS = ("exception_dump", "remote_error")
+# That group ends its process four times this long after an operation failed (ProcessGroupNCCL.cpp), 60 s by default,
+# without a word of which rank is missing; `liveness` is to have named it by then.
+NCCL_PATIENCE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 WAIT_PIECE = timedelta(seconds=20)
 
 
@@ -191,6 +197,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     device = torch.device("cuda", local_rank) if on_cuda else None
     if device is not None:
         torch.cuda.set_device(device)
+    os.environ.setdefault(NCCL_PATIENCE, str(max(15_000, round(1000 * timeout_s / 4))))
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     store = _fresh_store(rank, size)
     group = {"store": store, "rank": rank, "world_size": size}
@@ -213,11 +220,17 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
 def _fresh_store(rank: int, size: int) -> Any:
     """A store without keys. The launcher's outlives a restart with all its keys, among them the addresses of ranks that
     are gone; so the first rank draws a number that all keys begin with, and lets each other rank, which may still find
-    an older number, know by that rank's own number that this is the one.
+    an older number, know by that rank's own number that this is the one. What NCCL's group reads without such a
+    beginning goes before.
     """
     store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=OPERATION_TIMEOUT))
     mine = os.urandom(8).hex()
     if rank == 0:
+        of_the_launcher = store
+        while isinstance(of_the_launcher, distributed.PrefixStore):
+            of_the_launcher = of_the_launcher.underlying_store
+        for key in FAULT_KEYS:
+            of_the_launcher.delete_key(key)
         store.set("meet", mine)
         for other in range(1, size):
             store.set(f"met/{mine}/{other}", store.get(f"here/{mine}/{other}"))

@@ -1,6 +1,7 @@
 """The same numbers on 1, 2 and 4 ranks, and one decision on all of them."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ranks
@@ -18,7 +19,7 @@ from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
-from gpt_oss_lite.training.distributed import Ranks, whole
+from gpt_oss_lite.training.distributed import Ranks, _fresh_store, whole
 from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.optimizer import gradient_norm, update_unless
 from gpt_oss_lite.training.parallel import share_model
@@ -233,6 +234,23 @@ def test_d25_the_ranks_windows_of_a_step_are_together_those_of_one_process(order
         for step in range(3):
             dealt = [next(sampler) for _ in range(4 // n_ranks) for sampler in samplers]
             assert list(itertools.chain(*dealt)) == order.windows(5 + 8 * step, 8).tolist()
+
+
+def test_a_restart_finds_no_fault_of_the_attempt_before(monkeypatch):
+    """NCCL's group sets such a key in the launcher's store, which outlives a restart, and every rank looks for it."""
+    launcher = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    faults = ["exception_dump", "remote_error"]
+    for key in faults:
+        launcher.set(key, "1234")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(launcher.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with ThreadPoolExecutor(2) as ranks_of_job:
+        stores = list(ranks_of_job.map(lambda rank: _fresh_store(rank, 2), range(2)))
+    assert not any(launcher.check([key]) for key in faults)
+    stores[0].set("word", "a")
+    assert stores[1].get("word") == b"a"
 
 
 @pytest.mark.parametrize("megabytes", [1, 4, 25])
