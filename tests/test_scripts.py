@@ -116,6 +116,17 @@ def test_memory_benchmark_without_a_gpu_prints_the_estimates():
     assert "peak_gb" not in described
 
 
+def test_memory_benchmark_of_layouts_estimates_one_of_several_ranks():
+    result = succeed("python", "scripts/bench_memory.py", "--layouts", "--json", CUDA_VISIBLE_DEVICES="")
+    rows = {row["setting"]: row for row in json.loads(result.stdout)["results"]}
+    settings = ["training.parallelism=fsdp", "training.micro_batch_size=8", "training.gradient_accumulation_steps=16",
+                "training.grad_checkpoint=false"]  # fmt: skip
+    words = [word for setting in settings for word in ("--set", setting)]
+    told = succeed("gpt-oss-lite", "estimate", "--config", FULL, "--ranks", "8", *words, "--json")
+    shared = rows["pretrain_a100_502m, fsdp of 8, micro-batch 8, none recomputed"]
+    assert shared["estimate_gb"] == pytest.approx(sum(json.loads(told.stdout)["bytes"].values()) / 1e9)
+
+
 def test_e2e_smoke_without_a_gpu_says_so_and_checks_the_same():
     result = succeed("python", "scripts/e2e_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines()[0].startswith("no CUDA device: ")

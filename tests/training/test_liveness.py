@@ -4,26 +4,26 @@ and it goes on from its newest checkpoint."""
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import psutil
 import pytest
+import ranks_on_one_gpu
 import tiny_run
 
 from gpt_oss_lite.training import liveness
 
 TIMEOUT_S = 20
 STEPS = 40
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny_run.ROOT)}
 
 
-def start(*words, cwd=tiny_run.ROOT):
+def start(*words):
     """Start torchrun with some words."""
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny_run.ROOT)}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tiny_run.ROOT)
 
 
 def processes_by_rank(launcher):
@@ -76,13 +76,10 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
 def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path):
     corpus = tiny_run.make_corpus(tmp_path / "corpus")
     recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, total_steps=5)
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
-                  "--local-addr=127.0.0.1"]  # fmt: skip
-    words = ["-m", "gpt_oss_lite", "pretrain", "--config", recipe]
-    nodes = [start(*rendezvous, *words, cwd=tmp_path) for _ in range(2)]
+    nodes = ranks_on_one_gpu.start(
+        2, ["-m", "gpt_oss_lite", "pretrain", "--config", str(recipe)], stderr=subprocess.PIPE, cwd=tmp_path,
+        env=ENVIRONMENT,
+    )  # fmt: skip
     outputs = [node.communicate(timeout=180)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
