@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 TIMEOUT_S = 20
 STEPS = 8
 # TF32 and bf16 keep 10 and 7 bits; sums in another order fall to the other side of one now and then.
-BOUNDS = {"fp32": 2e-3, "bf16": 2e-2}
+BOUNDS = {"fp32": 5e-4, "bf16": 5e-3}
 LAYOUTS = {
     "ddp": [],
     "fsdp": ["training.parallelism=fsdp"],
