@@ -30,7 +30,7 @@ OPERATION_TIMEOUT = timedelta(minutes=30)
 # The first rank, which failed and says why, leaves first, so that the launcher takes it for the cause.
 PAUSE_FOR_THE_FIRST_S = 2.0
 # What PyTorch's NCCL group leaves in the launcher's own store when an operation failed (ProcessGroupNCCL.hpp). Ranks
-# that are started again and find it take the failure for one of theirs, and hang after their last step.
+# that are started again find it and take the failure for one of theirs; such ranks hung after their last step.
 FAULT_KEYS = ("exception_dump", "remote_error")
 # That group ends its process four times this long after an operation failed (ProcessGroupNCCL.cpp), 60 s by default,
 # without a word of which rank is missing; `liveness` is to have named it by then.

@@ -26,16 +26,18 @@ def start(*words):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tiny_run.ROOT)
 
 
-def processes_by_rank(launcher):
-    """The processes of a job's ranks."""
-    children = psutil.Process(launcher.pid).children()
+def processes_by_rank(*launchers):
+    """The processes of a job's ranks, on one node or several."""
+    children = [child for launcher in launchers for child in psutil.Process(launcher.pid).children()]
     return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
 
-def wait_for_checkpoint(launcher, run, step):
+def wait_for_checkpoint(run, step, *launchers):
     deadline = time.monotonic() + 120
     while not (run / "checkpoints" / f"meta_step_{step}.json").exists():
-        assert launcher.poll() is None, launcher.stderr.read()
+        assert all(launcher.poll() is None for launcher in launchers), [
+            one.stderr and one.stderr.read() for one in launchers
+        ]
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -51,7 +53,7 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
         "--standalone", "--nproc-per-node=2", "--max-restarts=1",
         "training/pretrain.py", "--config", recipe, "--out", run, "--seed", 1, "--auto-resume",
     )  # fmt: skip
-    wait_for_checkpoint(launcher, run, 5)
+    wait_for_checkpoint(run, 5, launcher)
     by_rank = processes_by_rank(launcher)
     by_rank[1].send_signal(how)
     sent = time.monotonic()

@@ -12,6 +12,7 @@ import ranks_on_one_gpu
 import tiny_run
 from safetensors.torch import load_file
 from test_distributed import saved_state
+from test_liveness import processes_by_rank, wait_for_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -74,9 +75,8 @@ def train(n_ranks, recipe, run, *settings, max_steps=STEPS):
     """A run to its end."""
     words = ["--max-steps", str(max_steps), *(word for setting in settings for word in ("--set", setting))]
     if n_ranks == 1:
-        overrides = list(settings)
         process = tiny_run.start_run(
-            config=recipe, out=run, seed=3, overrides=overrides, max_steps=max_steps, auto_resume=True
+            config=recipe, out=run, seed=3, overrides=list(settings), max_steps=max_steps, auto_resume=True
         )
         code, stderr = tiny_run.finish(process)
         assert code == 0, stderr
@@ -128,20 +128,6 @@ def test_a_run_goes_from_1_rank_to_2_and_back(folder, alone, tmp_path):
         assert {name: state[0].shape for name, state in saved_state(run / "checkpoints", step).items()} == shapes
 
 
-def by_rank(nodes):
-    """The processes of a job's ranks."""
-    children = [child for node in nodes for child in psutil.Process(node.pid).children()]
-    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
-
-
-def wait_for_checkpoint(nodes, run, step):
-    deadline = time.monotonic() + 120
-    while not (run / "checkpoints" / f"meta_step_{step}.json").exists():
-        assert all(node.poll() is None for node in nodes), said_by(run).read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("missing", [0, 1])
@@ -152,8 +138,8 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(folder,
         script = tmp_path / "elsewhere.py"
         script.write_text(ELSEWHERE)
     nodes = start(2, recipe, run, script=script, max_restarts=1)
-    wait_for_checkpoint(nodes, run, 5)
-    processes = by_rank(nodes)
+    wait_for_checkpoint(run, 5, *nodes)
+    processes = processes_by_rank(*nodes)
     processes[missing].send_signal(how)
     sent = time.monotonic()
     _, alive = psutil.wait_procs([processes[1 - missing]], timeout=TIMEOUT_S)
