@@ -5,6 +5,7 @@ Read top to bottom it is: embedding, blocks of attention and experts around a re
 Shapes: B batch, T tokens, D width, V rows of the embedding, L layers, E experts.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -89,13 +90,22 @@ class GPTOSS(nn.Module):
     """The language model. Parameters are fp32; open torch.autocast around it for another compute dtype.
 
     Builds under `torch.device("meta")` too, for counting.
+
+    Args:
+        keep_part: called with each block before the next one is made. A rank that holds a part of each lets go of the
+            rest there, so that the whole model is nowhere.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, keep_part: Callable[[Block], object] | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config.embedding_rows, config.d_model, init_std=config.init_std)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList()
+        for layer in range(config.n_layers):
+            block = Block(config, layer)
+            if keep_part is not None:
+                keep_part(block)
+            self.blocks.append(block)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         # A tied head takes the embedding's matrix, so none is allocated and filled for it.
         device = "meta" if config.tie_embeddings else None

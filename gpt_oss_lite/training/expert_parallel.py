@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 
 from gpt_oss_lite.model.backends.rows import PermuteRows, combine, sort_by_expert
 from gpt_oss_lite.model.routing import Routing, count_slots
-from gpt_oss_lite.model.transformer import GPTOSS, ROUTED
+from gpt_oss_lite.model.transformer import GPTOSS, ROUTED, Block
 
 
 class _Exchange(torch.autograd.Function):
@@ -50,15 +50,14 @@ class ExpertGroup:
         self.group, self.replicas = mesh.get_group("experts"), mesh.get_group("replicas")
         self.rank, self.size, self.n_ranks = mesh.get_local_rank("experts"), size, n_ranks
 
-    def take_part(self, model: GPTOSS) -> None:
-        """Leave this rank its experts of a model, under their names, and send tokens to the others'."""
-        for block in model.blocks:
-            moe: Any = block.moe
-            mine = self._mine(len(moe.experts))
-            for index in range(len(moe.experts)):
-                if index not in mine:
-                    moe.experts[index] = nn.Identity()
-            moe.dispatch = self.dispatch
+    def take_part(self, block: Block) -> None:
+        """Leave this rank its experts of a block, under their names, and send tokens to the others'."""
+        moe = block.moe
+        mine = self._mine(len(moe.experts))
+        for index in range(len(moe.experts)):
+            if index not in mine:
+                moe.experts[index] = nn.Identity()
+        moe.dispatch = self.dispatch
 
     def _mine(self, n_experts: int) -> range:
         each = n_experts // self.size

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.model.transformer import GPTOSS, ROUTED
 from gpt_oss_lite.training.compiling import Forward
 from gpt_oss_lite.training.distributed import Ranks
@@ -39,6 +39,8 @@ class Parallel:
     """A context for a micro-batch whose gradients stay this rank's own until a later one's are averaged."""
     loss_factor: int
     """Where an engine averages gradients over the ranks, and the step's gradient is their sum: the ranks; else 1."""
+    fresh_part: Callable[[], GPTOSS]
+    """Draws a model's weights anew; what this rank holds of such a model. All ranks call it."""
     sharded: bool = False
     """As `Layout.sharded`."""
     keeps_gradients: bool = False
@@ -63,55 +65,68 @@ class _HiddenStates(nn.Module):
         return self._forward(*words, **names)
 
 
-def share_model(
-    model: GPTOSS, training: TrainingConfig, ranks: Ranks, compiled: Callable[[Forward], Forward]
-) -> Parallel:
-    """Let the ranks train one model together.
+def make_shared_model(recipe: Recipe, ranks: Ranks, compiled: Callable[[Forward], Forward]) -> tuple[GPTOSS, Parallel]:
+    """A model with fresh weights on this rank's device, alike on every rank or this rank's part, for all to train.
+
+    A rank that keeps a part makes no more than one block whole at a time, on the host. What is drawn is the same in
+    every layout.
 
     Args:
-        model: alike on every rank, on this rank's device; with `fsdp`, this rank keeps its shards of it.
         compiled: gives the form of `hidden_states` to call.
     """
+    training = recipe.training
+    layout = layout_of(training, ranks.size)
+    experts = ExpertGroup(ranks.size, layout.expert_ranks, ranks.device.type) if layout.expert_ranks > 1 else None
+    fresh_part: Callable[[], GPTOSS] = partial(GPTOSS, recipe.model, None if experts is None else experts.take_part)
+    if layout.fully_sharded:
+        fresh_part = _shards_maker(recipe.model, ranks)
+    model = fresh_part()
+    if not layout.fully_sharded:
+        model.to(ranks.device)
+    if training.grad_checkpoint:
+        model.enable_gradient_checkpointing(training.grad_checkpoint_every)
     if training.aux_loss_scope == "ranks" and ranks.size > 1:
         model.average_expert_load_by(lambda load_E: ranks.sum(load_E.clone()) / ranks.size)
-    layout = layout_of(training, ranks.size)
-    if layout.fully_sharded:
-        _shard(model, ranks)
     forward = compiled(model.hidden_states)
     if layout.fully_sharded:
         # The head's weight stays gathered until a backward pass, or until it is put back.
-        return Parallel(forward, nullcontext, 1, sharded=True, after_evaluation=cast("FSDPModule", model).reshard)
+        after_evaluation = cast("FSDPModule", model).reshard
+        return model, Parallel(forward, nullcontext, 1, fresh_part, sharded=True, after_evaluation=after_evaluation)
     if ranks.size == 1:
-        return Parallel(forward, nullcontext, 1)
-    wrapped, experts = _HiddenStates(model, forward), None
-    if layout.expert_ranks > 1:
-        experts = ExpertGroup(ranks.size, layout.expert_ranks, ranks.device.type)
-        experts.take_part(model)
+        return model, Parallel(forward, nullcontext, 1, fresh_part)
+    wrapped = _HiddenStates(model, forward)
+    if experts is not None:
         names = [name for name, _ in wrapped.named_parameters() if ROUTED in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, names)
     # Gradients that are views of the buckets need no second copy of them; they stay so if they are zeroed, not dropped.
     replica = DistributedDataParallel(wrapped, bucket_cap_mb=training.gradient_bucket_mb, gradient_as_bucket_view=True)
     if experts is None:
-        return Parallel(replica, replica.no_sync, ranks.size, keeps_gradients=True)
-    return Parallel(
-        replica, replica.no_sync, ranks.size, sharded=True, keeps_gradients=True,
+        return model, Parallel(replica, replica.no_sync, ranks.size, fresh_part, keeps_gradients=True)
+    return model, Parallel(
+        replica, replica.no_sync, ranks.size, fresh_part, sharded=True, keeps_gradients=True,
         norm=partial(experts.gradient_norm, model=model), after_backward=partial(experts.average_gradients, model),
     )  # fmt: skip
 
 
-def _shard(model: GPTOSS, ranks: Ranks) -> None:
-    """Leave this rank its shards of the parameters. A block is gathered when it runs, forward and backward; embedding,
-    final norm and head for the whole of a micro-batch. Each micro-batch's gradients are added to the shards' at once:
-    kept apart they would be as large as a replica's."""
+def _shards_maker(config: ModelConfig, ranks: Ranks) -> Callable[[], GPTOSS]:
+    """Makes models of which this rank has its shards of the parameters. A block is gathered when it runs, forward and
+    backward; embedding, final norm and head for the whole of a micro-batch. Each micro-batch's gradients are added to
+    the shards' at once: kept apart they would be as large as a replica's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "hidden_states")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    device, mesh = ranks.device, init_device_mesh(ranks.device.type, (ranks.size,))
+
+    def make() -> GPTOSS:
+        model = GPTOSS(config, lambda block: fully_shard(block.to(device), mesh=mesh))
+        for ends in (model.embed, model.norm, model.head):
+            ends.to(device)
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "hidden_states")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return make

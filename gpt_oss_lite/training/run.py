@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_
 from gpt_oss_lite.training.mirror import Mirror
 from gpt_oss_lite.training.nan_guard import NanGuard
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
-from gpt_oss_lite.training.parallel import Parallel, share_model
+from gpt_oss_lite.training.parallel import Parallel, make_shared_model
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, plan_run
 from gpt_oss_lite.training.profiling import StepProfiler
 from gpt_oss_lite.training.run_folder import (
@@ -176,20 +177,12 @@ def open_run(plan: Plan) -> Run:
 
 
 def _make_model(recipe: Recipe, ranks: Ranks) -> tuple[GPTOSS, Parallel]:
-    """A model with fresh weights on this rank's device, and how the ranks train it together."""
+    """A model with fresh weights, and how the ranks train it together."""
     training, device = recipe.training, ranks.device
-    model = GPTOSS(recipe.model).to(device)
-    if training.grad_checkpoint:
-        model.enable_gradient_checkpointing(training.grad_checkpoint_every)
     # The fused path's kernels are written out already, and a compiler could only split its graph around them.
     compiling = training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device))
-    parallel = share_model(
-        model,
-        training,
-        ranks,
-        lambda forward: compiled_or_plain(forward, training.compile_mode) if compiling else forward,
-    )
-    return model, parallel
+    compiled = partial(compiled_or_plain, mode=training.compile_mode) if compiling else lambda forward: forward
+    return make_shared_model(recipe, ranks, compiled)
 
 
 def _recorded(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
@@ -270,7 +263,7 @@ def restore_checkpoint(run: Run, step: int) -> None:
 def restore_start(run: Run) -> None:
     """Put everything back to before the first step: the weights are made again from the seed, or read again."""
     seed_everything(run.seed)
-    set_weights(run.model, GPTOSS(run.recipe.model).state_dict())
+    set_weights(run.model, run.parallel.fresh_part().state_dict())
     if run.init_from is not None:
         load_other_weights(run, run.init_from)
     run.optimizer.state.clear()

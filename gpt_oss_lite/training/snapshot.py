@@ -178,7 +178,8 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
 
 
 def set_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put whole tensors into a model, of which a rank may hold only a part; all that it holds must be among them."""
+    """Put tensors, whole or in shards as the model has them, into a model of which a rank may hold only a part; all it
+    has must be among them."""
     here = model.state_dict()
     mine = {name: placed_like(here[name], tensor) for name, tensor in tensors.items() if name in here}
     model.load_state_dict(mine, strict=True)
@@ -191,8 +192,8 @@ def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor as another one of its shape lies: itself, or this rank's shard of it."""
-    if not hasattr(target, "device_mesh"):  # asked so, a plain tensor does not cost the import
+    """A tensor as another one of its shape lies: itself, or this rank's shard of it."""
+    if not hasattr(target, "device_mesh") or hasattr(value, "device_mesh"):  # asked so, plain ones cost no import
         return value
     from torch.distributed.tensor import DTensor, Shard
 

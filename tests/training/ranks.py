@@ -44,7 +44,8 @@ class Job:
     blocked: str | None = None
     """A path in the run that is a folder with something in it before the first step, where a file is to come."""
     dump: str | None = None
-    """Where the first rank writes whole weights and moments as they are before the first step."""
+    """Where the first rank writes whole weights and moments as they are before the first step, and with .again behind
+    it, as they are when a rollback has put them back to that."""
 
     def __post_init__(self) -> None:
         self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
@@ -118,7 +119,12 @@ def _pretrain(job: Job, rank: int) -> int:
 
     if job.float64:
         torch.set_default_dtype(torch.float64)
-    real = loop.open_run
+    real, real_start = loop.open_run, loop.restore_start
+
+    def restore_start(run: Any) -> None:
+        real_start(run)
+        if job.dump is not None:
+            dump_state(run, f"{job.dump}.again")
 
     def open_run(plan: Any) -> Any:
         opened = real(plan)
@@ -142,7 +148,7 @@ def _pretrain(job: Job, rank: int) -> int:
         tiny_run.replace_forward(opened, signalling)
         return opened
 
-    loop.open_run = open_run
+    loop.open_run, loop.restore_start = open_run, restore_start
     app = typer.Typer()
 
     @app.command()

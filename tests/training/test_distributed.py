@@ -1,6 +1,7 @@
 """The same numbers on 1, 2 and 4 ranks, and one decision on all of them."""
 
 import itertools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,16 +14,17 @@ from small_models import SMALL
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpt_oss_lite.config import TrainingConfig
-from gpt_oss_lite.model.transformer import GPTOSS
+from gpt_oss_lite.config import DataConfig, Recipe, TrainingConfig
+from gpt_oss_lite.model.transformer import Block
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
 from gpt_oss_lite.training.distributed import Ranks, _fresh_store, whole
 from gpt_oss_lite.training.layout import check_split
 from gpt_oss_lite.training.optimizer import gradient_norm, update_unless
-from gpt_oss_lite.training.parallel import share_model
+from gpt_oss_lite.training.parallel import make_shared_model
 from shared_data.console import run_app
 from shared_data.errors import UserError
 
@@ -184,6 +186,59 @@ def test_rollbacks_and_stops_are_the_same_on_all_ranks(setting, tmp_path, capsys
     assert CheckpointManager(stopped / "checkpoints").newest_good() == stop["step"]
 
 
+def test_a_rollback_to_before_the_first_checkpoint_draws_the_same_weights_in_every_layout(setting, tmp_path):
+    _, recipe = setting
+    kinds = [(1, "ddp"), (2, "fsdp"), (2, "experts")]
+    # Micro-batches 14 to 18, in steps 4 and 5, are not finite; weights have moved by then, and nothing is saved.
+    poison = {1: {0: [14, 15, 16, 17, 18]}, 2: {0: [7, 8, 9], 1: [7, 8]}}
+    jobs = [
+        Job(n, str(recipe), str(tmp_path / p), WORDS[p], seed=3, poison=poison[n], dump=str(tmp_path / f"{p}.pt"))
+        for n, p in kinds
+    ]
+    assert ranks.run(*jobs) == [[0] * n for n, _ in kinds]
+    start = torch.load(tmp_path / "ddp.pt")
+    for _, name in kinds:
+        (rollback,) = tiny_run.events(tmp_path / name, "rollback")
+        assert (rollback["step"], rollback["position"]) == (0, 38)
+        assert_same_rows(tmp_path / name, tmp_path / "ddp", 1e-6)
+        for again in (torch.load(tmp_path / f"{name}.pt"), torch.load(tmp_path / f"{name}.pt.again")):
+            assert again.keys() == start.keys()
+            assert all(torch.equal(*pair) for key in start for pair in zip(again[key], start[key], strict=True))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "experts"])
+def test_a_rank_that_keeps_a_part_never_holds_more_than_one_whole_block(name):
+    """Counted in parameters of which this rank has all, while it makes the model and when it makes its part anew."""
+    config = SMALL.replace(n_layers=6, n_experts=8)
+    words = {"fsdp": {"parallelism": "fsdp"}, "experts": {"expert_parallel_size": 4}}[name]
+    training = TrainingConfig(gradient_accumulation_steps=4, **words)
+    recipe = Recipe(model=config, training=training, data=DataConfig(train_data_path="unread"))
+    made: list[weakref.ref[nn.Parameter]] = []
+    peak = 0
+
+    def count(module, name, parameter):
+        nonlocal peak
+        made.append(weakref.ref(parameter))
+        alive = {id(one): one for one in (ref() for ref in made) if one is not None and not one.is_meta}
+        peak = max(peak, sum(one.numel() for one in alive.values() if not hasattr(one, "device_mesh")))
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    hook = nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        model, shared = make_shared_model(recipe, Ranks(size=4), lambda forward: forward)
+        kept = sum(p.numel() for p in model.parameters() if not hasattr(p, "device_mesh"))
+        block = sum(p.numel() for p in Block(config, 0).parameters())
+        ends = config.embedding_rows * config.d_model + config.d_model
+        assert peak <= kept + ends + block
+        before, peak = model.state_dict(), 0
+        fresh = shared.fresh_part().state_dict()
+        assert peak <= 2 * kept + ends + block
+        assert {key: value.shape for key, value in fresh.items()} == {key: value.shape for key, value in before.items()}
+    finally:
+        hook.remove()
+        distributed.destroy_process_group()
+
+
 def test_a_checkpoint_in_shards_that_cannot_be_written_stops_no_rank(setting, tmp_path):
     _, recipe = setting
     run = tmp_path / "run"
@@ -258,9 +313,10 @@ def test_gradients_are_exchanged_in_buckets_of_the_size_asked_for(megabytes, tmp
     """Of 11.4 MB; a bucket is full when it holds as much as asked for, and the embedding of 1.6 MB comes last."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        model = GPTOSS(SMALL.replace(vocab_size=512, d_model=768, expert_hidden_size=64))
+        config = SMALL.replace(vocab_size=512, d_model=768, expert_hidden_size=64)
         training = TrainingConfig(gradient_bucket_mb=megabytes)
-        shared = share_model(model, training, Ranks(size=2), lambda forward: forward)
+        recipe = Recipe(model=config, training=training, data=DataConfig(train_data_path="unread"))
+        model, shared = make_shared_model(recipe, Ranks(size=2), lambda forward: forward)
         for _ in range(2):  # the first backward pass finds the order in which gradients are ready
             shared.forward(torch.arange(64)[None])[0].sum().backward()
         shared.forward(torch.arange(64)[None])
