@@ -3,14 +3,20 @@
 Shapes: B batch, T tokens (B * T of them inside the layer), D width, F expert hidden size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.model.backends import DispatchExperts, select_dispatch
+from gpt_oss_lite.model.backends import ExpertsOnRows, select_experts
+from gpt_oss_lite.model.backends.rows import dispatch_experts
 from gpt_oss_lite.model.layers import Linear, compute_dtype, without_autocast
-from gpt_oss_lite.model.routing import AverageLoad, LayerStats, route, router_logits
+from gpt_oss_lite.model.routing import AverageLoad, LayerStats, Routing, route, router_logits
+
+DispatchExperts = Callable[[Tensor, Routing, nn.ModuleList, ExpertsOnRows], Tensor]
+"""As `rows.dispatch_experts`."""
 
 CLAMP_LIMIT = 7.0
 CLAMP_ALPHA = 1.702
@@ -61,7 +67,7 @@ class MoE(nn.Module):
         self.moe_dispatch = config.moe_dispatch
         self.average_load: AverageLoad | None = None
         self.dispatch: DispatchExperts | None = None
-        """What takes the tokens to the experts; None: what model.moe_dispatch names."""
+        """What takes the tokens to experts that other machines hold; None: they are all here."""
         self.router = Linear(config.d_model, config.n_experts, bias=config.router_bias, init_std=config.init_std)
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.n_experts))
         self.shared_experts = nn.ModuleList(Expert(config) for _ in range(config.n_shared_experts))
@@ -77,10 +83,8 @@ class MoE(nn.Module):
         with without_autocast(x_TD):
             logits_TE = router_logits(x_TD, self.router.weight, self.router.bias)
             routing, stats = route(logits_TE, self.experts_per_token, self.load_to_balance)
-        dispatch = self.dispatch or select_dispatch(
-            self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight)
-        )
-        out_TD = dispatch(x_TD, routing, self.experts)
+        experts_on_rows = select_experts(self.moe_dispatch, x_TD.device.type, compute_dtype(self.router.weight))
+        out_TD = (self.dispatch or dispatch_experts)(x_TD, routing, self.experts, experts_on_rows)
         for expert in self.shared_experts:
             out_TD = out_TD + expert(x_TD)
         return out_TD.view_as(x_BTD), stats

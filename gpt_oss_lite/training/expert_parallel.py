@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from gpt_oss_lite.model.backends import ExpertsOnRows, reference
 from gpt_oss_lite.model.backends.rows import PermuteRows, combine, sort_by_expert
 from gpt_oss_lite.model.routing import Routing, count_slots
 from gpt_oss_lite.model.transformer import GPTOSS, ROUTED, Block
@@ -63,23 +64,27 @@ class ExpertGroup:
         each = n_experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> Tensor:
-        """As `reference.dispatch_experts`, where `experts` holds only this rank's."""
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, experts: nn.ModuleList, experts_on_rows: ExpertsOnRows
+    ) -> Tensor:
+        """As `rows.dispatch_experts`, where `experts` holds only this rank's."""
         counts_PX = count_slots(routing.experts_TK, len(experts)).view(self.size, -1)
         arriving_PX = torch.empty_like(counts_PX)
         distributed.all_to_all_single(arriving_PX, counts_PX, group=self.group)
-        # One wait for the device: the spans to send and to receive, and the rows of each expert.
-        sizes = torch.cat([counts_PX.sum(1), arriving_PX.sum(1), arriving_PX.sum(0)]).tolist()
-        sent, received, rows = sizes[: self.size], sizes[self.size : 2 * self.size], sizes[2 * self.size :]
+        # One wait for the device: the spans to send and to receive.
+        sent, received = torch.stack([counts_PX.sum(1), arriving_PX.sum(1)]).tolist()
         mine = [experts[index] for index in self._mine(len(experts))]
         # What comes from a rank is sorted by expert; here it is sorted by expert over all ranks.
         numbers_PX = torch.arange(len(mine), device=x_TD.device).expand(self.size, -1)
-        order_S = numbers_PX.reshape(-1).repeat_interleave(arriving_PX.flatten()).argsort(stable=True)
+        expert_S = numbers_PX.reshape(-1).repeat_interleave(arriving_PX.flatten(), output_size=sum(received))
+        order_S = expert_S.argsort(stable=True)
         inverse_S = order_S.argsort()
 
         x_RD, _, order = sort_by_expert(x_TD, routing)
         x_SD = PermuteRows.apply(_Exchange.apply(x_RD, sent, received, self.group), order_S, inverse_S)
-        y_SD = torch.cat([expert(part) for expert, part in zip(mine, x_SD.split(rows), strict=True)])
+        # Where no row came, grouped products are not asked to work on nothing.
+        run = experts_on_rows if any(received) else reference.experts_on_rows
+        y_SD = run(x_SD, expert_S[order_S], arriving_PX.sum(0), mine)
         y_RD = _Exchange.apply(PermuteRows.apply(y_SD, inverse_S, order_S), received, sent, self.group)
         return combine(y_RD, routing, order).to(x_TD.dtype)
 

@@ -17,8 +17,8 @@ class Layout(NamedTuple):
     parallelism: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each rank has all weights, gradients and moments. fsdp: each has its share of them."""
     expert_ranks: int = 1
-    """Ranks that share the routed experts of a layer, which then take the reference path; with ddp only. A divisor of
-    ranks and of n_experts."""
+    """Ranks that share the routed experts of a layer, which are not fused then; with ddp only. A divisor of ranks and
+    of n_experts."""
 
     @property
     def fully_sharded(self) -> bool:

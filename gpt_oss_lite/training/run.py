@@ -20,7 +20,7 @@ from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops
 from gpt_oss_lite.training.knobs import compute_dtype_on, set_knobs
-from gpt_oss_lite.training.layout import layout_of
+from gpt_oss_lite.training.layout import Layout, layout_of
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.logger import NOTHING_KEPT, Throughput, TrainingLogger
 from gpt_oss_lite.training.memory import assert_fits_in_available_gpu, estimate_recipe, meta_model
@@ -178,9 +178,10 @@ def open_run(plan: Plan) -> Run:
 
 def _make_model(recipe: Recipe, ranks: Ranks) -> tuple[GPTOSS, Parallel]:
     """A model with fresh weights, and how the ranks train it together."""
-    training, device = recipe.training, ranks.device
+    training = recipe.training
     # The fused path's kernels are written out already, and a compiler could only split its graph around them.
-    compiling = training.compile and device.type == "cuda" and all(fallbacks(recipe.model, device))
+    reasons = fallbacks(recipe.model, layout_of(training, ranks.size), ranks.device)
+    compiling = training.compile and ranks.device.type == "cuda" and all(reasons)
     compiled = partial(compiled_or_plain, mode=training.compile_mode) if compiling else lambda forward: forward
     return make_shared_model(recipe, ranks, compiled)
 
@@ -208,8 +209,10 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     say(f"[run] {run.folder}, seed {run.seed}, device {versions()['device']}")
     counted = meta_model(recipe.model)  # whole, also where this rank holds only a part
     say(describe_parameters(counted))
+    layout = layout_of(training, run.ranks.size)
     if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
-        for half, reason in zip(("attention", "experts"), fallbacks(recipe.model, run.device), strict=True):
+        reasons = fallbacks(recipe.model, layout, run.device)
+        for half, reason in zip(("attention", "experts"), reasons, strict=True):
             say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
         say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
@@ -218,17 +221,17 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     if run.ranks.size > 1:
         share = training.gradient_accumulation_steps // run.ranks.size
         say(f"[ranks] {run.ranks.size}, {training.parallelism}, micro-batches a step on each: {share}")
-    layout = layout_of(training, run.ranks.size)
     estimate = estimate_recipe(recipe, device_type=run.device.type, layout=layout)
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
     return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
 
 
-def fallbacks(config: ModelConfig, device: torch.device) -> tuple[str | None, str | None]:
+def fallbacks(config: ModelConfig, layout: Layout, device: torch.device) -> tuple[str | None, str | None]:
     """Why attention and experts do not take the fused path; None where they do."""
     where = (config, device.type, compute_dtype_on(device, config.dtype))
-    return why_not_fused_attention(*where), why_not_fused_moe(*where)
+    apart = f"groups of {layout.expert_ranks} ranks share them" if layout.expert_ranks > 1 else None
+    return why_not_fused_attention(*where), apart or why_not_fused_moe(*where)
 
 
 def _go_to_start_or_checkpoint(run: Run, plan: Plan) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_models import GPT_OSS_VARIANT, SMALL, lively, relative_error
 
-from gpt_oss_lite.model.backends import grouped, select_dispatch
+from gpt_oss_lite.model.backends import grouped, select_experts
+from gpt_oss_lite.model.backends.rows import dispatch_experts
 from gpt_oss_lite.model.moe import MoE
 from gpt_oss_lite.model.routing import Routing
 from gpt_oss_lite.model.transformer import GPTOSS
@@ -48,7 +49,7 @@ def test_outputs_and_gradients_are_within_one_percent_of_float64(config, kind):
     routing = routing_of(kind, config.n_experts)
     upstream = torch.randn(TOKENS, config.d_model, device=DEVICE).bfloat16()
     with torch.autocast(DEVICE, torch.bfloat16):
-        y = grouped.dispatch_experts(x, routing, moe.experts)
+        y = dispatch_experts(x, routing, moe.experts, grouped.experts_on_rows)
     (y.float() * upstream.float()).sum().backward()
 
     exact_x = x.detach().double().requires_grad_()
@@ -66,7 +67,7 @@ def test_outputs_and_gradients_are_within_one_percent_of_float64(config, kind):
 def test_which_dispatch_serves():
     bf16, fp32 = torch.bfloat16, torch.float32
     names = {
-        (dispatch, device, dtype): select_dispatch(dispatch, device, dtype).__module__.rpartition(".")[2]
+        (dispatch, device, dtype): select_experts(dispatch, device, dtype).__module__.rpartition(".")[2]
         for dispatch in ("auto", "reference", "grouped", "triton_grouped")
         for device in ("cpu", "cuda")
         for dtype in (bf16, fp32)

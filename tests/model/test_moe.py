@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model import backends
-from gpt_oss_lite.model.backends.reference import dispatch_experts
+from gpt_oss_lite.model.backends import reference
+from gpt_oss_lite.model.backends.rows import dispatch_experts
 from gpt_oss_lite.model.moe import MoE
 from gpt_oss_lite.model.routing import Routing, count_slots, fp32_linear, route
 
@@ -154,7 +155,9 @@ def test_empty_and_full_experts(counts: list[int]) -> None:
     del poison
     x = torch.randn(N_TOKENS, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     experts = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(N_TOKENS)]
-    out = dispatch_experts(x, Routing(experts[:, None], torch.ones(N_TOKENS, 1)), moe.experts)
+    out = dispatch_experts(
+        x, Routing(experts[:, None], torch.ones(N_TOKENS, 1)), moe.experts, reference.experts_on_rows
+    )
     expected = torch.stack([moe.experts[e](row) for e, row in zip(experts.tolist(), x, strict=True)])
     assert relative_error(out, expected) < 1e-6
     assert (
@@ -220,7 +223,7 @@ def test_router_runs_in_fp32_under_autocast() -> None:
 
 
 def test_an_absent_dispatch_falls_back_with_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    backends.select_dispatch.cache_clear()
+    backends.select_experts.cache_clear()
     caplog.set_level(logging.WARNING)
     x = torch.randn(1, 5, 32)
     for _ in range(3):

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Job:
     resume_latest: bool = False
     seed: int | None = None
     float64: bool = False
+    bf16: bool = False
+    """Whether forward passes are in bf16, which the loop leaves to GPUs, and experts' biases are drawn, not zeros."""
     poison: dict[int, list[int]] = field(default_factory=dict)
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
@@ -132,18 +135,21 @@ def _pretrain(job: Job, rank: int) -> int:
             dump_state(opened, job.dump)
         if job.blocked is not None and rank == 0:
             (opened.folder / job.blocked / "in the way").mkdir(parents=True)
+        if job.bf16:
+            draw_biases(opened.model)
         tiny_run.blow_up(opened, job.poison.get(rank, []))
         forward, count = opened.parallel.forward, 0
 
         def signalling(*words: Any, **names: Any) -> Any:
             nonlocal count
-            hidden_and_stats = forward(*words, **names)
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
+                hidden, stats = forward(*words, **names)
             count += 1
             if count == job.kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             if count == job.signal_after.get(rank):
                 signal.raise_signal(signal.SIGTERM)
-            return hidden_and_stats
+            return hidden.to(torch.get_default_dtype()), stats
 
         tiny_run.replace_forward(opened, signalling)
         return opened
@@ -175,6 +181,16 @@ def dump_state(run: Any, path: str) -> None:
     parts = run.ranks.gather(state)
     if run.ranks.is_main:
         torch.save({name: tensors for part in parts for name, tensors in part.items()}, path)
+
+
+def draw_biases(model: Any) -> None:
+    """Normal numbers for the biases of the routed experts, by their names: the same on whichever rank they are."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and name.endswith("bias"):
+            numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(generator=numbers)
 
 
 def import_before_the_fork() -> None:

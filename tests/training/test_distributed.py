@@ -15,16 +15,19 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_oss_lite.config import DataConfig, Recipe, TrainingConfig
+from gpt_oss_lite.config import DataConfig, Recipe, TrainingConfig, load_recipe
 from gpt_oss_lite.model.transformer import Block
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
 from gpt_oss_lite.training.distributed import Ranks, _fresh_store, whole
-from gpt_oss_lite.training.layout import check_split
+from gpt_oss_lite.training.expert_parallel import ExpertGroup
+from gpt_oss_lite.training.layout import Layout, check_split
 from gpt_oss_lite.training.optimizer import gradient_norm, update_unless
 from gpt_oss_lite.training.parallel import make_shared_model
+from gpt_oss_lite.training.run import fallbacks
 from shared_data.console import run_app
 from shared_data.errors import UserError
 
@@ -100,6 +103,59 @@ def test_muons_steps_on_2_and_4_ranks_are_those_of_one_process(setting, tmp_path
     for run in runs.values():
         assert_same_rows(run, runs[1, "ddp"], 1e-10)
         assert [(e["step"], e["micro_batches"]) for e in tiny_run.events(run, "skip")] == [(2, [1, 2])]
+
+
+def test_experts_of_several_ranks_are_computed_as_the_recipe_says(setting, tmp_path):
+    """By PyTorch's grouped products, which are for 16 bits."""
+    _, recipe = setting
+    words = ["model.moe_dispatch=grouped", "model.expert_bias=true"]
+    one, two, four = (tmp_path / str(n) for n in (1, 2, 4))
+    jobs = [
+        Job(n, str(recipe), str(run), [*words, f"training.expert_parallel_size={n}"], seed=3, bf16=True)
+        for n, run in ((1, one), (2, two), (4, four))
+    ]
+    assert ranks.run(*jobs) == [[0], [0, 0], [0] * 4]
+    losses = [[row["ce"] for row in tiny_run.rows(run)] for run in (one, two, four)]
+    # Sums of bf16 in another order: 0.016 were seen. Rows that take another expert's bias make it 0.27.
+    assert losses[1] == pytest.approx(losses[0], abs=0.05)
+    assert losses[2] == pytest.approx(losses[0], abs=0.05)
+
+
+def test_experts_that_ranks_share_are_not_said_to_be_fused():
+    cuda, config = torch.device("cuda"), load_recipe("pretrain_a100_502m").model
+    assert fallbacks(config, Layout(4), cuda) == (None, None)
+    assert fallbacks(config, Layout(4, expert_ranks=2), cuda) == (None, "groups of 2 ranks share them")
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("n_tokens", [24, 0])
+def test_an_expert_group_runs_what_moe_dispatch_names_and_gives_idle_experts_gradients(n_tokens, tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        block = Block(SMALL.replace(moe_dispatch="grouped"), 0)
+        x = torch.randn(1, n_tokens, SMALL.d_model).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, _ = block.moe(x)
+            ExpertGroup(1, 1, "cpu").take_part(block)
+            with Operations() as operations:
+                out, _ = block.moe(x)
+        assert torch.equal(out, expected)
+        assert ("_grouped_mm.default" in operations.names) == (n_tokens > 0)
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in block.moe.experts.parameters())
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, tmp_path):

@@ -1,13 +1,13 @@
 """How attention and experts are computed. A backend is a module with one or both of these functions:
 
 sink_attention(q_BHTC, k_BGSC, v_BGSC, sinks_H, *, window, document_ids_BT) -> o_BHTC
-dispatch_experts(x_TD, routing, experts) -> out_TD
+experts_on_rows(x_RD, expert_R, rows_E, experts) -> y_RD
 
 as `reference` documents them. Every backend agrees with `reference` within rounding, in outputs and all gradients.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gpt_oss_lite.model.backends import reference
-from gpt_oss_lite.model.routing import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ class SinkAttention(Protocol):
     ) -> Tensor: ...
 
 
-DispatchExperts = Callable[[Tensor, Routing, nn.ModuleList], Tensor]
-"""Send tokens through their experts and combine; see `reference.dispatch_experts`."""
+ExpertsOnRows = Callable[[Tensor, Tensor, Tensor, Sequence[nn.Module]], Tensor]
+"""Experts on rows that are sorted by expert; see `reference.experts_on_rows`."""
 
 
 @cache
@@ -58,8 +57,8 @@ def select_attention(backend: str, device_type: str, cached: bool) -> SinkAttent
 
 
 @cache
-def select_dispatch(moe_dispatch: str, device_type: str, dtype: torch.dtype) -> DispatchExperts:
-    """The dispatch that the key model.moe_dispatch names, where the fused half does not serve.
+def select_experts(moe_dispatch: str, device_type: str, dtype: torch.dtype) -> ExpertsOnRows:
+    """What the key model.moe_dispatch names, where the fused half does not serve.
 
     Args:
         moe_dispatch: the key's value.
@@ -67,12 +66,12 @@ def select_dispatch(moe_dispatch: str, device_type: str, dtype: torch.dtype) -> 
         dtype: compute dtype; PyTorch's grouped products are for 16 bits, on a CPU where they are asked for by name.
     """
     if moe_dispatch == "reference" or (moe_dispatch == "auto" and (device_type != "cuda" or dtype != torch.bfloat16)):
-        return reference.dispatch_experts
+        return reference.experts_on_rows
     if dtype != torch.bfloat16:
         logger.warning("moe_dispatch %s is not available in %s: using reference", moe_dispatch, dtype)
-        return reference.dispatch_experts
+        return reference.experts_on_rows
     if moe_dispatch in ("triton_grouped", "grouped_fp8"):
         logger.warning("moe_dispatch %s is not available here (%s): using grouped", moe_dispatch, device_type)
     from gpt_oss_lite.model.backends import grouped
 
-    return grouped.dispatch_experts
+    return grouped.experts_on_rows

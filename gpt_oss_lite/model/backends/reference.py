@@ -1,16 +1,16 @@
 """Attention and expert dispatch in plain PyTorch, on any device: what every faster backend is measured against.
 
 Shapes: B batch, T queries, S keys (the queries are the last T of the S positions), H query heads, G key/value heads,
-Q = H / G query heads per key head, C head width. For experts: T tokens, D width, K experts per token, R = T * K rows.
+Q = H / G query heads per key head, C head width. For experts: R rows, D width, E experts.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt_oss_lite.model.backends.rows import combine, sort_by_expert
 from gpt_oss_lite.model.layers import at_least_fp32, without_autocast
-from gpt_oss_lite.model.routing import Routing, count_slots
 
 QUERY_BLOCK = 256
 """Queries whose logits are alive at one time."""
@@ -111,21 +111,17 @@ def _visible(
     return visible
 
 
-def dispatch_experts(x_TD: Tensor, routing: Routing, experts: nn.ModuleList) -> Tensor:
-    """Send every token through its experts and add up what they return, by their weights.
-
-    Rows are sorted by expert; an expert without tokens runs on no rows, so its gradients are zeros, not None. The sum
-    over a token's experts goes in their order of choice, so two runs agree bit by bit.
+def experts_on_rows(x_RD: Tensor, expert_R: Tensor, rows_E: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+    """Each expert on its own rows. One without rows runs on none, so its gradients are zeros, not None.
 
     Args:
-        x_TD: tokens.
-        routing: experts (T, K) and their weights.
+        x_RD: rows, sorted by expert.
+        expert_R: the number of each row's expert, int64.
+        rows_E: how many rows each expert has, int64.
         experts: E modules from (rows, D) to (rows, D).
 
     Returns:
-        (T, D) in x's dtype; the sum runs in the weights' dtype.
+        (R, D) in the experts' dtype.
     """
-    x_RD, _, order = sort_by_expert(x_TD, routing)
-    rows = count_slots(routing.experts_TK, len(experts)).tolist()
-    parts = [expert(part) for expert, part in zip(experts, x_RD.split(rows), strict=True)]
-    return combine(torch.cat(parts), routing, order).to(x_TD.dtype)
+    parts = [expert(part) for expert, part in zip(experts, x_RD.split(rows_E.tolist()), strict=True)]
+    return torch.cat(parts)
