@@ -29,8 +29,8 @@ from gpt_oss_lite.training.run_folder import (
     resume_step,
 )
 from gpt_oss_lite.training.seeding import check_seed
-from gpt_oss_lite.training.snapshot import check_weights_fit
 from gpt_oss_lite.training.trackers import check_trackers
+from gpt_oss_lite.training.weights import check_weights_fit
 from shared_data.console import say
 from shared_data.errors import UserError
 
@@ -227,8 +227,7 @@ def _check_init_from(init_from: Path, recipe: Recipe) -> None:
     step = source.latest_step()
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
-    source.expect_one_file(step)
-    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
+    check_weights_fit(meta_model(recipe.model), source, step)
 
 
 def validation_path(recipe: Recipe, dataset: PretrainDataset) -> Path | None:
