@@ -182,8 +182,11 @@ def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, tmp_path):
 
 
 def check_consolidation(run, step):
-    """One file of a step in shards: the same tensors, which a model loads; a flipped byte is found before."""
+    """A step in shards, and one file of it: the same tensors, which a model loads; a flipped byte is found before."""
     before = saved_state(run / "checkpoints", step)
+    weights = dict(load_model(run, step)[0].named_parameters())
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weights[name], tensors[0]) for name, tensors in before.items())
     shard = next((run / "checkpoints" / f"shards_step_{step}").glob("shard-00002-*"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
