@@ -19,7 +19,7 @@ from gpt_oss_lite.training import liveness
 TIMEOUT_S = 20
 STEPS = 40
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny_run.ROOT)}
-# Else a node that comes later waits for an address that torchrun has told once (dynamic_rendezvous.py, 2.11 to 2.13).
+# Else a node that comes later waits for an address that torchrun has told once (dynamic_rendezvous.py of 2.13).
 ELASTIC = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
