@@ -88,32 +88,23 @@ class TokenSources:
     def lookup(self, start: int, stop: int) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.float64]]:
         """Source names and bytes of tokens [start, stop) of the corpus."""
         names, n_bytes = [], []
-        shard_starts = self._dataset.shard_starts
-        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(shard_starts[shard + 1]))
+        for shard, first, end in self._dataset.by_shard(start, stop):
             sidecar = self._sidecar(shard)
-            offset = int(shard_starts[shard])
-            document = np.searchsorted(sidecar.starts, np.arange(start, end) - offset, side="right") - 1
+            document = np.searchsorted(sidecar.starts, np.arange(first, end), side="right") - 1
             names.append(np.asarray(sidecar.sources)[sidecar.source_index[document]])
             n_bytes.append(sidecar.n_bytes[document] / sidecar.lengths[document])
-            start, shard = end, shard + 1
         return np.concatenate(names), np.concatenate(n_bytes)
 
     def documents(self, start: int, stop: int) -> list[tuple[str, str | None]]:
         """(source, id) of the documents that tokens [start, stop) belong to, in order; the id is None where it was not
         kept."""
         found: list[tuple[str, str | None]] = []
-        shard_starts = self._dataset.shard_starts
-        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
-        while start < stop:
-            end, offset = min(stop, int(shard_starts[shard + 1])), int(shard_starts[shard])
+        for shard, first, end in self._dataset.by_shard(start, stop):
             sidecar = read_sidecar(self._paths[shard], with_ids=True)
-            first, last = np.searchsorted(sidecar.starts, [start - offset, end - 1 - offset], side="right") - 1
-            for number in range(first, last + 1):
+            first_document, last_document = np.searchsorted(sidecar.starts, [first, end - 1], side="right") - 1
+            for number in range(first_document, last_document + 1):
                 name = None if sidecar.ids is None else sidecar.ids[number]
                 found.append((sidecar.sources[sidecar.source_index[number]], name))
-            start, shard = end, shard + 1
         return found
 
     def _sidecar(self, shard: int) -> Sidecar:
