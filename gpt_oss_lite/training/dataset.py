@@ -182,7 +182,7 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def by_shard(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where tokens [start, stop) of the whole corpus lie: (shard, first, end), tokens [first, end) of that shard."""
+        """Where tokens [start, stop) of the whole corpus lie: (shard, first, end), its own tokens [first, end)."""
         shard = self.shard_of(start)
         while start < stop:
             first, end = int(self.shard_starts[shard]), min(stop, int(self.shard_starts[shard + 1]))
