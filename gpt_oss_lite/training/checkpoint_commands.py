@@ -5,6 +5,7 @@ PyTorch is imported inside, so that --help answers at once.
 
 import json
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,15 @@ def _manager(run: Path) -> "CheckpointManager":
     from gpt_oss_lite.training.checkpoint import CheckpointManager, checkpoint_folder
 
     return CheckpointManager(checkpoint_folder(run))
+
+
+def _locked(manager: "CheckpointManager") -> AbstractContextManager[None]:
+    """Hold the run that the checkpoints are of: none may be training in it."""
+    from gpt_oss_lite.training.checkpoint import CHECKPOINTS
+    from gpt_oss_lite.training.run_folder import locked
+
+    folder = manager.folder
+    return locked(folder.parent if folder.name == CHECKPOINTS else folder)
 
 
 def _problem(manager: "CheckpointManager", step: int) -> str | None:
@@ -100,12 +110,9 @@ def delete(
     step: Annotated[list[int], typer.Option("--step", min=0, help="Step to delete; repeatable.", show_default=False)],
 ) -> None:
     """Delete checkpoints; never the last one that is good, and none of a run that is training."""
-    from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
-
     manager = _manager(run)
     folder = manager.folder
-    with locked(folder.parent if folder.name == CHECKPOINTS else folder):
+    with _locked(manager):
         steps = manager.marked_steps()
         for number in step:
             if number not in steps:
@@ -126,16 +133,13 @@ def consolidate(
     ] = None,
 ) -> None:
     """Make the single-file form of a checkpoint that a sharded model's ranks wrote."""
-    from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
     from gpt_oss_lite.training.sharded import consolidate as make_one
 
     manager = _manager(run)
-    folder = manager.folder
-    with locked(folder.parent if folder.name == CHECKPOINTS else folder):
+    with _locked(manager):
         step = manager.latest_step() if step is None else step
         if step is None:
-            raise UserError(f"{folder} has no complete checkpoint")
+            raise UserError(f"{manager.folder} has no complete checkpoint")
         was_sharded = manager.is_sharded(step)
         make_one(manager, step)
     print(

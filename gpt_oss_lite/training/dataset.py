@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -178,13 +178,20 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def tokens(self, start: int, stop: int) -> Ids:
         """Ids [start, stop) of the whole corpus, across shards."""
-        pieces = []
-        shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
-        while start < stop:
-            first, end = self.shard_starts[shard], self.shard_starts[shard + 1]
-            pieces.append(self.shards[shard].ids[start - first : min(stop, end) - first])
-            start, shard = int(min(stop, end)), shard + 1
+        pieces = [self.shards[shard].ids[first:end] for shard, first, end in self.by_shard(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def by_shard(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where tokens [start, stop) of the whole corpus lie: (shard, first, end), its own tokens [first, end)."""
+        shard = self.shard_of(start)
+        while start < stop:
+            first, end = int(self.shard_starts[shard]), min(stop, int(self.shard_starts[shard + 1]))
+            yield shard, start - first, end - first
+            start, shard = end, shard + 1
+
+    def shard_of(self, position: int) -> int:
+        """The shard that holds a token of the whole corpus."""
+        return int(np.searchsorted(self.shard_starts, position, side="right")) - 1
 
     def check_ids(self) -> None:
         """Read the first SCAN_TOKENS ids and hold them against vocab_rows.
@@ -203,9 +210,8 @@ class PretrainDataset(Dataset[tuple[Tensor, Tensor]]):
                 report.advance(len(ids))
 
     def _out_of_range(self, position: int, token: int) -> UserError:
-        shard = int(np.searchsorted(self.shard_starts, position, side="right")) - 1
         return UserError(
-            f"{self.shards[shard].path}: token id {token}, but the model has {self.vocab_rows} rows "
+            f"{self.shards[self.shard_of(position)].path}: token id {token}, but the model has {self.vocab_rows} rows "
             "(model.padded_vocab_size, or model.vocab_size without it); run `gpt-oss-lite verify` on the corpus"
         )
 

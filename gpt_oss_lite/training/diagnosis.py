@@ -99,7 +99,7 @@ def report_window(dataset: PretrainDataset, window: int) -> WindowReport:
     """Where a window lies, what it is of, and how it begins."""
     start = dataset.start_of(window)
     stop = start + dataset.max_seq_len
-    shard = int(dataset.shard_starts.searchsorted(start, side="right")) - 1
+    shard = dataset.shard_of(start)
     sources = TokenSources(dataset)
     names: Counter[str] = Counter()
     documents: list[str] = []

@@ -8,7 +8,7 @@ Shapes: B micro-batch, T positions, D width.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -88,32 +88,23 @@ class TokenSources:
     def lookup(self, start: int, stop: int) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.float64]]:
         """Source names and bytes of tokens [start, stop) of the corpus."""
         names, n_bytes = [], []
-        shard_starts = self._dataset.shard_starts
-        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(shard_starts[shard + 1]))
+        for shard, first, end in self._dataset.by_shard(start, stop):
             sidecar = self._sidecar(shard)
-            offset = int(shard_starts[shard])
-            document = np.searchsorted(sidecar.starts, np.arange(start, end) - offset, side="right") - 1
+            document = np.searchsorted(sidecar.starts, np.arange(first, end), side="right") - 1
             names.append(np.asarray(sidecar.sources)[sidecar.source_index[document]])
             n_bytes.append(sidecar.n_bytes[document] / sidecar.lengths[document])
-            start, shard = end, shard + 1
         return np.concatenate(names), np.concatenate(n_bytes)
 
     def documents(self, start: int, stop: int) -> list[tuple[str, str | None]]:
         """(source, id) of the documents that tokens [start, stop) belong to, in order; the id is None where it was not
         kept."""
         found: list[tuple[str, str | None]] = []
-        shard_starts = self._dataset.shard_starts
-        shard = int(np.searchsorted(shard_starts, start, side="right")) - 1
-        while start < stop:
-            end, offset = min(stop, int(shard_starts[shard + 1])), int(shard_starts[shard])
+        for shard, first, end in self._dataset.by_shard(start, stop):
             sidecar = read_sidecar(self._paths[shard], with_ids=True)
-            first, last = np.searchsorted(sidecar.starts, [start - offset, end - 1 - offset], side="right") - 1
-            for number in range(first, last + 1):
+            first_document, last_document = np.searchsorted(sidecar.starts, [first, end - 1], side="right") - 1
+            for number in range(first_document, last_document + 1):
                 name = None if sidecar.ids is None else sidecar.ids[number]
                 found.append((sidecar.sources[sidecar.source_index[number]], name))
-            start, shard = end, shard + 1
         return found
 
     def _sidecar(self, shard: int) -> Sidecar:
@@ -129,7 +120,6 @@ def evaluate(
     max_windows: int | None = None,
     micro_batch_size: int = 8,
     chunk_size: int = 8192,
-    forward: Callable[..., tuple[Tensor, object]] | None = None,
     label: str = "evaluate",
     ranks: Ranks | None = None,
 ) -> Evaluation:
@@ -141,7 +131,6 @@ def evaluate(
         max_windows: windows to score, spread evenly over the corpus; None: all.
         micro_batch_size: windows of one forward pass; the last pass may have fewer.
         chunk_size: tokens whose logits are alive at one time.
-        forward: replaces model.hidden_states (a compiled form of it).
         label: what the progress line says.
         ranks: those that share the work, each of which gets the whole result; None: this process alone.
     """
@@ -156,7 +145,7 @@ def evaluate(
         for first in range(0, len(batches), ranks.size):
             # A sharded model's forward pass takes all ranks: those without a batch of their own compute one in vain.
             batch = batches[min(first + ranks.rank, len(batches) - 1)]
-            losses_BT = _losses(model, dataset, batch, chunk_size, forward or model.hidden_states)
+            losses_BT = _losses(model, dataset, batch, chunk_size)
             report.advance(sum(map(len, batches[first : first + ranks.size])))
             if first + ranks.rank >= len(batches):
                 continue
@@ -179,19 +168,13 @@ def _sum(parts: list[Evaluation]) -> Evaluation:
     return result
 
 
-def _losses(
-    model: GPTOSS,
-    dataset: PretrainDataset,
-    windows: npt.NDArray[np.int64],
-    chunk_size: int,
-    forward: Callable[..., tuple[Tensor, object]],
-) -> Tensor:
+def _losses(model: GPTOSS, dataset: PretrainDataset, windows: npt.NDArray[np.int64], chunk_size: int) -> Tensor:
     pairs = [dataset[int(window)] for window in windows]
     device = next(model.parameters()).device
     ids_BT = torch.stack([pair[0] for pair in pairs]).to(device)
     targets_BT = torch.stack([pair[1] for pair in pairs]).to(device)
     with autocast(device, model.config.dtype):
-        h_BTD, _ = forward(ids_BT, document_ids_BT=document_ids_of(ids_BT, dataset, model.config))
+        h_BTD, _ = model.hidden_states(ids_BT, document_ids_BT=document_ids_of(ids_BT, dataset, model.config))
         return head_token_losses(h_BTD, model.head.weight, targets_BT, chunk_size=chunk_size)
 
 

@@ -19,6 +19,9 @@ from gpt_oss_lite.training.trackers import Tracker, guarded, scalars
 from shared_data.console import count_with_unit, describe, say
 from shared_data.files import write_atomic
 
+METRICS_NAME = "metrics.jsonl"
+EVENTS_NAME = "events.jsonl"
+
 Clock = Callable[[], float]
 
 NOTHING_KEPT = -1
@@ -75,8 +78,8 @@ class TrainingLogger:
     """
 
     def __init__(self, folder: Path, suffix: str = "", trackers: Sequence[Tracker] = (), writes: bool = True) -> None:
-        self._metrics = folder / "metrics.jsonl"
-        self._events = folder / "events.jsonl"
+        self._metrics = folder / METRICS_NAME
+        self._events = folder / EVENTS_NAME
         self._unwritten: dict[Path, bytes] = {}
         self._suffix, self._writes = suffix, writes
         self._trackers = list(trackers)

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager
-from gpt_oss_lite.training.checkpoint_names import step_of
+from gpt_oss_lite.training.checkpoint_names import file_name, step_of
 from gpt_oss_lite.training.disk import kept_steps
+from gpt_oss_lite.training.logger import EVENTS_NAME, METRICS_NAME
+from gpt_oss_lite.training.run_folder import CONFIG_NAME, RECORD_NAME
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
 from shared_data.console import progress, say
 from shared_data.errors import UserError, require_extra
 from shared_data.files import atomic_writer, fsync_folder
 
-RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "events.jsonl")
+RUN_FILES = (CONFIG_NAME, RECORD_NAME, METRICS_NAME, EVENTS_NAME)
 PART_SUFFIX = ".part"
 BLOCK_BYTES = 16 * 2**20
 
@@ -49,7 +51,7 @@ class Mirror:
 
     def holds_run(self) -> bool:
         """Whether a run of this name is there."""
-        return bool(self._store.exists(f"{self._root}/run.json"))
+        return bool(self._store.exists(f"{self._root}/{RECORD_NAME}"))
 
     def steps(self) -> list[int]:
         """Steps whose copy is complete, ascending."""
@@ -62,14 +64,15 @@ class Mirror:
         sizes = {path.rpartition(f"/{CHECKPOINTS}/")[2]: about["size"] for path, about in found.items()}
         complete = []
         for name in sizes:
-            if name.startswith("meta_step_") and name.endswith(".json"):
-                try:
-                    files = json.loads(self._store.cat_file(f"{place}/{name}"))["files"]
-                    whole = all(sizes.get(file) == about["size"] for file, about in files.items())
-                    step = int(name.removeprefix("meta_step_").removesuffix(".json"))
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    continue
-                complete += [step] if whole else []
+            step = step_of(name)
+            if step is None or name != file_name("meta", step):
+                continue
+            try:
+                files = json.loads(self._store.cat_file(f"{place}/{name}"))["files"]
+                whole = all(sizes.get(file) == about["size"] for file, about in files.items())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            complete += [step] if whole else []
         return sorted(complete)
 
     def push(self, manager: CheckpointManager) -> list[int]:
@@ -114,7 +117,7 @@ class Mirror:
             DamagedCheckpoint: what arrived does not match its hashes.
         """
         manager.folder.mkdir(parents=True, exist_ok=True)
-        meta = f"meta_step_{step}.json"
+        meta = file_name("meta", step)
         names = [*json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b"")["files"], meta]
         with progress(f"fetch step {step} from {self.url}", None, "B") as report:
             for name in names:
@@ -128,7 +131,7 @@ class Mirror:
     def fetch_run(self) -> None:
         """Copy the run's own files, run.json last, to a folder that was lost."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name in sorted(RUN_FILES, key=lambda name: name == "run.json"):
+        for name in sorted(RUN_FILES, key=lambda name: name == RECORD_NAME):
             if self._store.exists(f"{self._root}/{name}"):
                 self._download(name, self._folder / name)
 
@@ -163,7 +166,7 @@ class Mirror:
         newest = manager.latest_step()
         past = [step for step in steps if newest is not None and step <= newest]
         for step in set(past) - kept_steps(past, manager.keep, manager.keep_every):
-            meta = f"{CHECKPOINTS}/meta_step_{step}.json"
+            meta = f"{CHECKPOINTS}/{file_name('meta', step)}"
             names = json.loads(self._content(meta) or b"{}").get("files", {})
             for name in (meta, *(f"{CHECKPOINTS}/{name}" for name in names)):
                 self._remove(name)
@@ -172,13 +175,14 @@ class Mirror:
         """Delete what no step there consists of: the form of a step that a copy has replaced (shards, where it is one
         file now), and what a killed copy or deletion left without a meta. A step whose meta cannot be read stays."""
         self._store.invalidate_cache()
-        by_step: dict[int | None, set[str]] = {}
+        by_step: dict[int, set[str]] = {}
         for path in self._store.find(f"{self._root}/{CHECKPOINTS}"):
             name = path.rpartition(f"/{CHECKPOINTS}/")[2]
-            by_step.setdefault(step_of(name.partition("/")[0].removesuffix(PART_SUFFIX)), set()).add(name)
-        by_step.pop(None, None)
+            step = step_of(name.partition("/")[0].removesuffix(PART_SUFFIX))
+            if step is not None:
+                by_step.setdefault(step, set()).add(name)
         for step, names in by_step.items():
-            meta = f"meta_step_{step}.json"
+            meta = file_name("meta", step)
             try:
                 parts = {meta, *json.loads(self._content(f"{CHECKPOINTS}/{meta}") or b'{"files": {}}')["files"]}
             except (ValueError, KeyError, TypeError):
@@ -200,7 +204,7 @@ def bring_back(mirror: Mirror, folder: Path, step: int | None) -> None:
     """
     manager = CheckpointManager(folder / CHECKPOINTS)
     try:
-        if not (folder / "run.json").is_file() and mirror.holds_run():
+        if not (folder / RECORD_NAME).is_file() and mirror.holds_run():
             mirror.fetch_run()
         here, there = manager.list_checkpoints(), mirror.steps()
         newest = max(there, default=None)

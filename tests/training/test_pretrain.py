@@ -40,7 +40,7 @@ def test_a_step_that_cannot_fit_into_the_machine_is_refused_before_anything_is_w
     said = r"estimated at [\d.]+ GB on the CPU, in fp32, and the machine has [\d.]+ GB; it needs a GPU, or a smaller"
     with pytest.raises(UserError, match=said):
         plan_run(options)
-    assert not (tmp_path / "out").exists()
+    assert not options.out.exists()
 
 
 def gradients(run, batches, n_valid):
