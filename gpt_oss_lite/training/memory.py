@@ -25,6 +25,7 @@ from gpt_oss_lite.model.transformer import DTYPES, GPTOSS, ROUTED
 from gpt_oss_lite.training.layout import ONE_GPU, Layout
 from gpt_oss_lite.training.muon import STACK_BYTES, stacks
 from gpt_oss_lite.training.optimizer import muon_matrices
+from gpt_oss_lite.training.setting import Setting
 from shared_data.console import say
 
 FP32 = 4
@@ -35,27 +36,9 @@ CUDA_RUNTIME_BYTES = 96 * 2**20
 # Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile.
 GATHERED_BLOCKS = 2
 
-
-class Setting(NamedTuple):
-    """How a recipe's step is cut to fit."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    """Micro-batches of a step, over all GPUs."""
-    grad_checkpoint_every: int | None
-    """Recompute every n-th block; None: none."""
-    loss_chunk_size: int
-
-    def overrides(self) -> list[str]:
-        """The setting as `--set` words."""
-        every = self.grad_checkpoint_every
-        return [
-            f"training.micro_batch_size={self.micro_batch_size}",
-            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
-            f"training.grad_checkpoint={'false' if every is None else 'true'}",
-            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
-            f"training.loss_chunk_size={self.loss_chunk_size}",
-        ]
+HEADROOM = 0.95
+"""Share of a GPU's memory that a proposed setting may fill by the estimate: it was 0.5 % too low at worst, and neither
+NCCL's buffers nor gaps between the allocator's blocks are in it."""
 
 
 @dataclass(frozen=True)
@@ -296,11 +279,11 @@ def fastest_that_fits(
     """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
 
     As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
-    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
+    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be, then the chunk.
 
     Args:
         recipe: its windows per step are shared by the GPUs, each of which gets as many.
-        available_bytes: of each GPU.
+        available_bytes: of each GPU; the estimate may fill HEADROOM of it.
         layout: how several GPUs share the state.
 
     Returns:
@@ -317,9 +300,22 @@ def fastest_that_fits(
                 estimate = _estimate(
                     recipe.model, counts, setting, recipe.model.max_seq_len, "cuda", recipe.training.fp8_head, layout
                 )
-                if estimate.total_bytes <= available_bytes:
+                if estimate.total_bytes <= HEADROOM * available_bytes:
                     return setting, estimate
     return None
+
+
+def beside_the_recipe(recipe: Recipe, setting: Setting, available_bytes: int, layout: Layout = ONE_GPU) -> str:
+    """A setting of `fastest_that_fits` held against the recipe's own; where they differ, a second line says why."""
+    own = Setting.of(recipe)
+    if own == setting:
+        return "as the recipe has it"
+    need = estimate_recipe(recipe, layout=layout).total_bytes
+    fits = "fits too" if need <= HEADROOM * available_bytes else "does not fit"
+    return (
+        f"the recipe has {own.words()}: {need / 1e9:.1f} GB, {fits}\n"
+        f"chosen: least recomputed, then largest micro-batch, then largest chunk, in {HEADROOM:.0%} of the memory"
+    )
 
 
 def _saved_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalves) -> int:

@@ -11,6 +11,7 @@ from gpt_oss_lite.training.layout import Layout
 from gpt_oss_lite.training.memory import (
     MemoryEstimate,
     assert_fits_in_available_gpu,
+    beside_the_recipe,
     estimate_model_memory_gb,
     estimate_recipe,
     fastest_that_fits,
@@ -137,11 +138,11 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 32, None), (40, 8, None), (24, 4, None), (12.5, 1, None)]
+    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 16, None), (40, 8, None), (24, 4, None), (13, 1, None)]
 )
 def test_the_fastest_setting_that_fits_recomputes_as_little_as_it_can(gb, micro_batch, every):
     setting, estimate = fastest_that_fits(RECIPE, int(gb * 1e9))
-    assert estimate.total_gb <= gb
+    assert estimate.total_gb <= 0.95 * gb
     assert (setting.micro_batch_size, setting.grad_checkpoint_every) == (micro_batch, every)
     assert setting.micro_batch_size * setting.gradient_accumulation_steps == 32
 
@@ -151,6 +152,30 @@ def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
     again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
     assert estimate_recipe(again).total_bytes == estimate.total_bytes
     assert fastest_that_fits(RECIPE, 5 * 10**9) is None
+
+
+# Recipes that are not what is fastest on their card, by what was measured: docs/performance.md says why.
+@pytest.mark.parametrize(
+    ("name", "gb", "own", "fits"),
+    [
+        ("a100", 80, "8 x 4 windows, one block in 3 recomputed, chunks of 8,192 tokens", "22.7 GB, fits too"),
+        ("24gb", 24, "4 x 8 windows, nothing recomputed, chunks of 4,096 tokens", "18.9 GB, fits too"),
+        ("h200", 80, "32 x 1 windows, nothing recomputed, chunks of 16,384 tokens", "79.5 GB, does not fit"),
+    ],
+)  # fmt: skip
+def test_a_found_setting_is_held_against_the_recipes_own(name, gb, own, fits):
+    recipe, available_bytes = load_recipe(f"pretrain_{name}_502m"), gb * 10**9
+    setting, _ = fastest_that_fits(recipe, available_bytes)
+    first, second = beside_the_recipe(recipe, setting, available_bytes).splitlines()
+    assert first == f"the recipe has {own}: {fits}"
+    assert second.startswith("chosen: least recomputed, ")
+
+
+def test_what_is_found_for_an_h200_is_its_recipe():
+    recipe = load_recipe("pretrain_h200_502m")
+    setting, _ = fastest_that_fits(recipe, 141 * 10**9)
+    assert setting == (32, 1, None, 16384)
+    assert beside_the_recipe(recipe, setting, 141 * 10**9) == "as the recipe has it"
 
 
 # The 7B recipe by hand: a block of 28 has 3 x 1536^2 in projections, 16 x 1536 in the router, 17 experts of
