@@ -61,7 +61,7 @@ def doctor(
         findings.append(finding)
         if not as_json:
             print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
-    fatal = [finding.check for finding in findings if finding.state == FATAL]
+    fatal = list(dict.fromkeys(finding.check for finding in findings if finding.state == FATAL))
     if as_json:
         print_json({"ready": not fatal, "findings": [asdict(finding) for finding in findings]})
     else:

@@ -50,7 +50,7 @@ def test_a_run_that_is_well_prepared(prepared, capsys):
         (["--set", "model.vocab_size=40", "--set", "model.padded_vocab_size=null"], "corpus", "40 rows"),
         (["--set", "training.save_interval=100"], "config", "save_interval is 100"),
         (["--set", "training.nan_guard=false"], "config", "nan_guard is false"),
-        (["--set", "training.fp8_head=true"], "config", "training.fp8_head is true, and the device is cpu: it needs"),
+        (["--set", "training.fp8_head=true"], "config", "the device is cpu; training.fp8_head is true: it needs"),
         (["--ranks", "3"], "config", "3 ranks cannot share a step's micro-batches evenly"),
         (["--set", "model.d_model=1048576", "--set", "model.n_layers=4"], "memory", "GB"),
         (["--set", "training.mirror=nonsense://x"], "mirror", "nonsense"),
@@ -61,6 +61,15 @@ def test_what_would_lose_the_run_is_fatal(prepared, capsys, words, check, said):
     code, findings = examine(prepared, capsys, *words)
     assert code == 1
     assert said in findings[check, "fatal"]
+
+
+def test_a_check_that_fails_twice_is_named_once(prepared, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "available_ram_bytes", lambda: 1)  # neither a step nor the copy for a save fits
+    words = ["doctor", "--config", str(prepared / "tiny.yaml"), "--out", str(prepared / "new")]
+    assert run_app(cli.app, words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("FAIL memory: ") for line in lines) == 2
+    assert lines[-1] == "the run would be lost: see memory"
 
 
 def test_a_key_without_effect_is_noticed(prepared, capsys):
