@@ -69,7 +69,7 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     Raises:
         UserError: --out holds a run and nothing says to go on with it, or no folder is named or found to go on in.
     """
-    if out is None and resume.wanted and config.name == CONFIG_NAME and _holds_run(config.parent):
+    if out is None and resume.wanted and is_a_runs_own(config):
         out = config.parent
     if out is None:
         numbered = _numbered_runs(config.stem)
@@ -88,6 +88,11 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - START_FILES):
         raise UserError(f"{out} is not an empty folder, and holds no run; choose another --out")
     return out, False
+
+
+def is_a_runs_own(config: Path) -> bool:
+    """Whether a recipe's file is the one that a run has recorded."""
+    return config.name == CONFIG_NAME and _holds_run(config.parent)
 
 
 def _holds_run(folder: Path) -> bool:

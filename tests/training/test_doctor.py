@@ -78,6 +78,23 @@ def test_a_key_without_effect_is_noticed(prepared, capsys):
     assert findings["config", "notice"].startswith("training.muon_momentum is 0.9, without effect: ")
 
 
+def test_nobody_is_told_of_a_key_of_the_file_that_the_command_line_switches_off(prepared, capsys):
+    words = ["--config", "quickstart", "--set", "training.eval_interval=0"]
+    assert "without effect" not in " ".join(examine(prepared, capsys, *words)[1].values())
+    words = [*words, "--set", "training.eval_windows=9"]
+    assert "training.eval_windows is 9, without effect: " in " ".join(examine(prepared, capsys, *words)[1].values())
+
+
+def test_a_run_that_goes_on_is_not_told_of_what_it_has_written_itself(prepared, capsys):
+    config, run = str(prepared / "tiny.yaml"), prepared / "evaluated"
+    validation = ["--set", f"data.validation_data_path={prepared / 'corpus'}", "--set", "training.eval_interval=0"]
+    words = ["pretrain", "--config", config, "--out", str(run), "--max-steps", "1", *validation]
+    assert run_app(cli.app, words) == 0
+    assert "warning: data.validation_data_path is " in capsys.readouterr().err
+    assert run_app(cli.app, ["pretrain", "--config", str(run / "config.yaml"), "--resume", "latest"]) == 0
+    assert "without effect" not in capsys.readouterr().err
+
+
 def test_a_run_says_once_at_its_start_which_keys_have_no_effect(prepared, capsys):
     words = ["pretrain", "--config", str(prepared / "tiny.yaml"), "--out", str(prepared / "muon"), "--max-steps", "1"]
     assert run_app(cli.app, [*words, "--set", "training.muon_momentum=0.9"]) == 0
