@@ -75,7 +75,7 @@ class TrainingConfig(ConfigBlock):
 
     # Speed and memory
     compile: bool = False
-    """Compile the model with torch.compile (CUDA only)."""
+    """Compile the model with torch.compile, on CUDA where no part of it takes the fused path."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode."""
     grad_checkpoint: bool = False
