@@ -20,7 +20,7 @@ from rich.text import Text
 from gpt_oss_lite.report.chart import number
 from gpt_oss_lite.report.curves import Floats, bucket_means, finite, smooth
 from gpt_oss_lite.report.run_charts import event_text
-from gpt_oss_lite.report.run_log import RunLog, RunReader
+from gpt_oss_lite.report.run_log import CUT_OFF, RunLog, RunReader
 from gpt_oss_lite.training.logger import format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -58,28 +58,33 @@ def figures(log: RunLog, now: float) -> dict[str, Any]:
     """What `--json` prints: the run's standing and the newest row."""
     row = log.rows[-1] if log.rows else None
     result = {"run": str(log.folder), "status": standing(log, now), "stop_step": log.stop_step,
-              "seconds_left": seconds_left(log), "row": row}  # fmt: skip
+              "writer_lives": log.writer_lives, "seconds_left": seconds_left(log), "row": row}  # fmt: skip
     return {**result, "evaluation": log.evaluations[-1] if log.evaluations else None}
 
 
 def standing(log: RunLog, now: float) -> str:
-    """`running`, `silent for 12 min`, or how the run ended."""
+    """`running`, `silent for 12 min`, that its process is gone, or how the run ended."""
     if log.ending is not None:
         return log.status
+    sign = log.last_sign
+    silence = None if sign is None else max(now - sign, 0.0)
+    if log.is_cut_off:
+        return CUT_OFF + ("" if silence is None else f"; last sign {format_duration(silence)} ago")
     times = log.column("time")
-    if not len(times):
+    if silence is None or not len(times):
         return "no step logged yet"
     usual = float(np.median(np.diff(times[-21:]))) if len(times) > 1 else 0.0
-    newest = max(float(times[-1]), *(event.get("time", 0.0) for event in log.events[-1:]), 0.0)
-    silence = now - newest
-    if silence > max(60.0, SILENT_INTERVALS * usual):
-        return f"silent for {format_duration(silence)}: killed, or it hangs"
-    return f"running, last sign {format_duration(max(silence, 0.0))} ago"
+    if silence <= max(60.0, SILENT_INTERVALS * usual):
+        return f"running, last sign {format_duration(silence)} ago"
+    if log.writer_lives:
+        return f"silent for {format_duration(silence)}, though its process lives: it hangs, or is stopped"
+    where = f" on {log.host}" if log.host else ""
+    return f"silent for {format_duration(silence)}: killed, or it hangs{where}"
 
 
 def seconds_left(log: RunLog) -> float | None:
     """Time to the last step at the speed of the newest row; None when it is not known, or there is none left."""
-    if not log.rows or log.stop_step is None or log.ending is not None:
+    if not log.rows or log.stop_step is None or log.ending is not None or log.is_cut_off:
         return None
     speed = log.column("tokens_per_s")[-1]
     steps = log.stop_step - log.rows[-1]["step"]
@@ -117,10 +122,10 @@ def screen(log: RunLog, now: float, width: int) -> RenderableType:
     coloured = dict(experts(log))
     for label, text in lines(log, now, max(width - 20, 10))[1:]:
         grid.add_row(label, coloured.get(label, Text(text)))
-    style = (
-        "green" if log.ending and log.ending["event"] == "done" else "yellow" if "silent" in standing(log, now) else ""
-    )
-    title = Text(f" {log.name}: {standing(log, now)} ", style=f"bold {style}")
+    stands = standing(log, now)
+    done = log.ending is not None and log.ending["event"] == "done"
+    style = "green" if done else "red" if log.is_cut_off else "yellow" if stands.startswith("silent") else ""
+    title = Text(f" {log.name}: {stands} ", style=f"bold {style}")
     return Panel(grid, title=title, title_align="left")
 
 

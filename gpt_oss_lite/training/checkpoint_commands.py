@@ -101,7 +101,7 @@ def delete(
 ) -> None:
     """Delete checkpoints; never the last one that is good, and none of a run that is training."""
     from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
+    from gpt_oss_lite.training.run_lock import locked
 
     manager = _manager(run)
     folder = manager.folder
@@ -127,7 +127,7 @@ def consolidate(
 ) -> None:
     """Make the single-file form of a checkpoint that a sharded model's ranks wrote."""
     from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
+    from gpt_oss_lite.training.run_lock import locked
     from gpt_oss_lite.training.sharded import consolidate as make_one
 
     manager = _manager(run)

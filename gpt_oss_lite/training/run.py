@@ -36,6 +36,7 @@ from gpt_oss_lite.training.run_folder import (
     run_files,
     versions,
 )
+from gpt_oss_lite.training.run_lock import this_process
 from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import fresh_seed, seed_everything
 from gpt_oss_lite.training.snapshot import set_weights
@@ -223,7 +224,8 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     estimate = estimate_recipe(recipe, device_type=run.device.type, layout=layout)
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
+    facts = {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
+    return {**facts, "process": this_process()}
 
 
 def describe_paths(

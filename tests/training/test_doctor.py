@@ -9,7 +9,7 @@ import tiny_run
 from gpt_oss_lite import cli
 from gpt_oss_lite.training import disk, doctor
 from gpt_oss_lite.training.checkpoint import CheckpointManager
-from gpt_oss_lite.training.run_folder import locked
+from gpt_oss_lite.training.run_lock import locked
 from shared_data.console import run_app
 
 
