@@ -44,14 +44,13 @@ from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, 
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import EXIT_FAILED, ProgressReporter, count_of, progress, say
+from shared_data.console import EXIT_FAILED, EXIT_KEYBOARD, ProgressReporter, count_of, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
 EXIT_DONE = 0
 EXIT_STOPPED = 3
 EXIT_NAN_GUARD = 4
-EXIT_KEYBOARD = 130
 
 
 def pretrain(options: PretrainOptions) -> int:
