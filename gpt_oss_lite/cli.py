@@ -5,7 +5,9 @@ are imported inside, so that --help answers at once. Results go to standard outp
 """
 
 import logging
+import shutil
 import sys
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -139,8 +141,11 @@ def recipes(
     elif as_json:
         print_json({key: {"file": str(path), "summary": summary(path)} for key, path in shipped.items()})
     else:
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for key, path in shipped.items():
-            print(f"{key:<{max(map(len, shipped))}}  {summary(path)}")
+            name = f"{key:<{max(map(len, shipped))}}  "
+            lines = [summary(path)] if room is None else textwrap.wrap(summary(path), max(room - len(name), 20))
+            print(name + f"\n{' ' * len(name)}".join(lines))
 
 
 @app.command()
