@@ -201,7 +201,7 @@ def test_the_estimate_counts_the_experts_eight_bit_rows():
         estimate_recipe(load_recipe(H200, [*settings, f"model.moe_dispatch={dispatch}"])).items
         for dispatch in ("auto", "grouped_fp8")
     )
-    beyond = "backward pass of a block beyond the head's"
+    beyond = "backward pass of the last block"
     assert fp8[beyond] - plain[beyond] == 16 * 4096 * ((1 + 2) * 768 + 3 * 2 * 1536)
 
 
