@@ -120,12 +120,10 @@ def _estimate(
     stream = tokens * config.d_model * compute
     kept_blocks = config.n_layers - recomputed
     last_recomputed = every is not None and (config.n_layers - 1) % every == 0
-    # The fused path's copies of a block's weights go with its activations, and the head's with its chunks.
-    copies_of_blocks = state.block * (kept_blocks if fused.attention and fused.moe else config.n_layers)
-    copies_at_head = copies_of_blocks + counts.outside
-    copies_in_block = copies_at_head
-    if fused.attention and fused.moe:
-        copies_in_block = copies_of_blocks + (state.block if last_recomputed else 0)
+    copies_at_head = copies_in_block = state.used
+    if fused.attention and fused.moe:  # a block's copies go with its activations, the head's with its chunks
+        copies_at_head = kept_blocks * state.block + counts.outside
+        copies_in_block = (kept_blocks + last_recomputed) * state.block
 
     chunk_tokens = min(setting.loss_chunk_size, tokens)
     head_weight_gradient = config.embedding_rows * config.d_model * FP32
@@ -136,13 +134,6 @@ def _estimate(
     waiting = head_weight_gradient if config.tie_embeddings or layout.fully_sharded else 0
     exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
-    held = {
-        "weights (fp32)": FP32 * state.kept,
-        "gradients (fp32)": FP32 * state.kept,
-        "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
-        "Muon momentum (fp32)": FP32 * state.momenta,
-        "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
-    }
     saved = {
         f"saved activations ({kept_blocks} blocks)": kept_blocks * block_saved,
         f"inputs of {recomputed} recomputed blocks": recomputed * stream,
@@ -169,8 +160,19 @@ def _estimate(
     passes = max(at_head, in_block, key=lambda items: sum(items.values()))
     stack = STACK_BYTES * counts.stack if state.momenta else 0
     updating = {"Muon's stack beyond the passes' own": max(0, stack - sum(passes.values()))}
-    items = {**held, **passes, **updating}
+    items = {**_held(state, device_type), **passes, **updating}
     return MemoryEstimate({name: size for name, size in items.items() if size})
+
+
+def _held(state: "_StateElements", device_type: str) -> dict[str, int]:
+    """What is there all the time."""
+    return {
+        "weights (fp32)": FP32 * state.kept,
+        "gradients (fp32)": FP32 * state.kept,
+        "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
+        "Muon momentum (fp32)": FP32 * state.momenta,
+        "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
+    }
 
 
 def _head_chunk_bytes(
