@@ -51,7 +51,7 @@ def _manager(run: Path) -> "CheckpointManager":
 def _locked(manager: "CheckpointManager") -> AbstractContextManager[None]:
     """Hold the run that the checkpoints are of: none may be training in it."""
     from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
+    from gpt_oss_lite.training.run_lock import locked
 
     folder = manager.folder
     return locked(folder.parent if folder.name == CHECKPOINTS else folder)

@@ -25,6 +25,7 @@ from gpt_oss_lite.training.run_folder import (
     check_corpus_unchanged,
     check_recipe_unchanged,
     choose_run_folder,
+    is_a_runs_own,
     mend_run_files,
     resume_step,
 )
@@ -115,7 +116,7 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
         check_corpus_unchanged(folder, corpus, options.allow_changed)
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
-    for line in unread_keys(recipe, ranks.size):
+    for line in unread_keys(recipe, ranks.size, options.overrides, is_a_runs_own(options.config)):
         say(f"warning: {line}")
     check_room(folder, recipe, options.max_steps)
     check_ram(recipe, ranks)
