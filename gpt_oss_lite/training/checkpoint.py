@@ -14,6 +14,7 @@ checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors
 weights_only=True.
 """
 
+import errno
 import hashlib
 import json
 import shutil
@@ -197,6 +198,9 @@ class CheckpointManager:
             meta: JSON values besides format, step and files.
             writers: by kind, what writes a file.
             written: size and SHA-256 of files that lie there already, by name.
+
+        Raises:
+            OSError: one cannot be written, or is not there; there is no meta of this step then.
         """
         files = dict(written or {})
         for kind, write in writers.items():
@@ -205,6 +209,10 @@ class CheckpointManager:
                 write(temporary)
                 assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
+        for path, about in ((self.folder / name, about) for name, about in (written or {}).items()):
+            # Another rank's may lie on another host, where its view of the folder is not this one's.
+            if not path.is_file() or path.stat().st_size != about["size"]:
+                raise OSError(errno.EIO, "is not there as it was written", str(path))
         whole = {"format": FORMAT_VERSION, "step": step, **meta, "files": files}
         write_atomic(self._path("meta", step), json.dumps({**whole, "meta_sha256": digest_of(whole)}, indent=2) + "\n")
 

@@ -12,8 +12,9 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ CONFIG_NAME = "config.yaml"
 RECORD_NAME = "run.json"
 
 LOCK_NAME = ".lock"
+LOOKS, LOOK_PAUSE_S = 20, 0.25
 # What a run that was killed before it was recorded may have left: the folder counts as empty.
 START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
 
@@ -167,8 +169,8 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
         UserError: names every field that differs, with both values; with allow_changed it is a warning.
     """
     record = read_record(folder)
-    before = _flatten(load_recipe(folder / CONFIG_NAME).model_dump(mode="json"))
-    after = _flatten(recipe.model_dump(mode="json"))
+    before = keys_of(load_recipe(folder / CONFIG_NAME))
+    after = keys_of(recipe)
     changes = [
         f"{key} was {before.get(key)}, is {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -187,8 +189,8 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
 
 def words_to_go_on(config: str, recipe: Recipe, stop_step: int) -> list[str]:
     """The options with which a run's own config.yaml, given as text, becomes this recipe, and stops at this step."""
-    before = _flatten(check_config(Recipe, parse_yaml(config, CONFIG_NAME), CONFIG_NAME).model_dump(mode="json"))
-    after = _flatten(recipe.model_dump(mode="json"))
+    before = keys_of(check_config(Recipe, parse_yaml(config, CONFIG_NAME), CONFIG_NAME))
+    after = keys_of(recipe)
     changed = [key for key in after if before.get(key) != after[key]]
     words = [word for key in changed for word in ("--set", f"{key}={json.dumps(after[key])}")]
     if stop_step != recipe.training.total_steps:
@@ -222,6 +224,11 @@ def _refuse_changes(folder: Path, changes: list[str], allow_changed: bool) -> No
             "--allow-changed"
         )
     say(f"warning: {text}")
+
+
+def keys_of(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values, as JSON can hold them, by block.key."""
+    return _flatten(recipe.model_dump(mode="json"))
 
 
 def _flatten(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -264,8 +271,9 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run's folder: two processes in one run would tear its checkpoints.
+def locked(folder: Path) -> Iterator[str]:
+    """Hold the run's folder: two processes in one run would tear its checkpoints. Gives a mark that no other holder
+    leaves in it, by which others see that they see this folder (`is_marked`).
 
     The lock is POSIX's: it goes with the process, however that dies, and loader workers do not inherit it.
 
@@ -273,11 +281,26 @@ def locked(folder: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_NAME, "w") as file:
+    # Not emptied before it is held: the holder's mark is in it.
+    with open(folder / LOCK_NAME, "a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{folder}: another process is training in this run") from None
-        file.write(str(os.getpid()))
+        mark = f"{os.getpid()} {os.urandom(8).hex()}"
+        file.truncate(0)
+        file.write(mark)
         file.flush()
-        yield
+        os.fsync(file.fileno())
+        yield mark
+
+
+def is_marked(folder: Path, mark: str) -> bool:
+    """Whether a folder is, as this process sees it, the one that another process holds with a mark of `locked`. A file
+    system that several hosts share may be a moment behind."""
+    for _ in range(LOOKS):
+        with suppress(FileNotFoundError):
+            if (folder / LOCK_NAME).read_text() == mark:
+                return True
+        time.sleep(LOOK_PAUSE_S)
+    return False

@@ -32,6 +32,8 @@ class Job:
     config: str
     out: str
     overrides: list[str] = field(default_factory=list)
+    overrides_of: dict[int, list[str]] = field(default_factory=dict)
+    """Further ones of a rank alone."""
     max_steps: int | None = None
     resume_latest: bool = False
     seed: int | None = None
@@ -52,6 +54,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
+        self.overrides_of = {int(rank): words for rank, words in self.overrides_of.items()}
         self.signal_after = {int(rank): passes for rank, passes in self.signal_after.items()}
 
 
@@ -160,8 +163,8 @@ def _pretrain(job: Job, rank: int) -> int:
     @app.command()
     def go() -> None:
         options = loop.PretrainOptions(
-            config=Path(job.config), out=Path(job.out), overrides=job.overrides, max_steps=job.max_steps,
-            resume_latest=job.resume_latest, seed=job.seed,
+            config=Path(job.config), out=Path(job.out), overrides=[*job.overrides, *job.overrides_of.get(rank, [])],
+            max_steps=job.max_steps, resume_latest=job.resume_latest, seed=job.seed,
         )  # fmt: skip
         raise typer.Exit(loop.pretrain(options))
 
