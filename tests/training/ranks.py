@@ -32,8 +32,6 @@ class Job:
     config: str
     out: str
     overrides: list[str] = field(default_factory=list)
-    overrides_of: dict[int, list[str]] = field(default_factory=dict)
-    """Further ones of a rank alone."""
     max_steps: int | None = None
     resume_latest: bool = False
     seed: int | None = None
@@ -44,6 +42,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    overrides_of: dict[int, list[str]] = field(default_factory=dict)
+    """Further overrides of a rank alone."""
     kill_after: int | None = None
     """Forward passes after which every rank kills itself."""
     blocked: str | None = None
