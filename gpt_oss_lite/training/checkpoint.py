@@ -124,15 +124,26 @@ class CheckpointManager:
         Raises:
             DamagedCheckpoint: names the first file that differs.
         """
+        meta = self.complete_meta(step)
+        for name, about in meta["files"].items():
+            path = self.folder / name
+            if sha256_file(path) != about["sha256"]:
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step"
+                )
+        return meta
+
+    def complete_meta(self, step: int) -> dict[str, Any]:
+        """The meta of a step all of whose files are there in the right size; nothing of them is read.
+
+        Raises:
+            DamagedCheckpoint: names the first one that is not.
+        """
         meta = self.meta(step)
         for name, about in meta["files"].items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != about["size"]:
                 raise DamagedCheckpoint(f"{path} is missing or incomplete; choose another step")
-            if sha256_file(path) != about["sha256"]:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step"
-                )
         return meta
 
     # Saving
@@ -323,11 +334,10 @@ class CheckpointManager:
 
     def _is_complete(self, step: int) -> bool:
         try:
-            files = self.meta(step)["files"]
+            self.complete_meta(step)
         except DamagedCheckpoint:
             return False
-        paths = ((self.folder / name, about["size"]) for name, about in files.items())
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+        return True
 
     def _remove(self, path: Path) -> None:
         if path.exists():
