@@ -42,6 +42,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    overrides_of: dict[int, list[str]] = field(default_factory=dict)
+    """Further overrides of a rank alone."""
     kill_after: int | None = None
     """Forward passes after which every rank kills itself."""
     blocked: str | None = None
@@ -52,6 +54,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
+        self.overrides_of = {int(rank): words for rank, words in self.overrides_of.items()}
         self.signal_after = {int(rank): passes for rank, passes in self.signal_after.items()}
 
 
@@ -160,8 +163,8 @@ def _pretrain(job: Job, rank: int) -> int:
     @app.command()
     def go() -> None:
         options = loop.PretrainOptions(
-            config=Path(job.config), out=Path(job.out), overrides=job.overrides, max_steps=job.max_steps,
-            resume_latest=job.resume_latest, seed=job.seed,
+            config=Path(job.config), out=Path(job.out), overrides=[*job.overrides, *job.overrides_of.get(rank, [])],
+            max_steps=job.max_steps, resume_latest=job.resume_latest, seed=job.seed,
         )  # fmt: skip
         raise typer.Exit(loop.pretrain(options))
 

@@ -134,6 +134,19 @@ def test_shards_of_another_model_are_refused(runs, tmp_path):
     assert run_app(app, ["consolidate", str(copy), "--step", str(STEP)]) == 2
 
 
+def test_a_shard_that_is_gone_is_named_by_all_that_reads_the_step(runs, tmp_path, capsys):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    shard = next((copy / "checkpoints" / f"shards_step_{2 * STEP}").glob("shard-00002-*"))
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard} is missing or incomplete"):
+        load_model(copy, 2 * STEP)
+    assert load_model(copy)[1]["step"] == STEP
+    capsys.readouterr()
+    for words in (["consolidate", str(copy), "--step", str(2 * STEP)], ["diff", str(copy), str(2 * STEP), str(STEP)]):
+        assert run_app(app, words) == 2
+        assert f"{shard} is missing or incomplete" in capsys.readouterr().err
+
+
 NAME = "model.blocks.1.moe.experts.1.gate_proj.weight"
 SHARDING = "DCP_SHARDING_INFO"
 
