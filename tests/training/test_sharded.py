@@ -11,10 +11,13 @@ from killed_consolidation import killed_copies
 from ranks import Job
 from safetensors.torch import load_file
 
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from shared_data.console import run_app
+from shared_data.errors import UserError
 
 STEP = 2
 
@@ -99,6 +102,19 @@ def test_consolidate_killed_at_any_point_is_finished_by_the_next_and_nothing_is_
     assert sharded == sorted(sharded, reverse=True)
     assert sharded.count(True) > 5
     assert sharded.count(False) > 3
+
+
+def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(runs):
+    run, _ = runs
+    manager = CheckpointManager(run / "checkpoints")
+    config = ModelConfig(**manager.meta(STEP)["model"])
+    for change, said in (
+        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) in the shards and \(16, 24\) in the model"),
+        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing in the shards"),
+        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) in the shards and missing in the model"),
+    ):
+        with pytest.raises(UserError, match=rf"^\S+/shards_step_{STEP} is of another model: model.{said}"):
+            manager.load(GPTOSS(config.replace(**change)), STEP)
 
 
 def test_shards_beside_a_damaged_single_file_are_kept(runs, tmp_path):
