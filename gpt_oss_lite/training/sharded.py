@@ -218,10 +218,10 @@ def load_shards(model: nn.Module, optimizer: Optimizer | None, folder: Path, cou
     if optimizer is not None:
         with applying(counts_path):
             _make_room(model, optimizer, counts)
+    tensors = named_tensors(model, optimizer)
+    others = {f"model.{name}" for name in whole_shapes(model)} - tensors.keys()
+    _check_shapes(folder, tensors, others)
     with applying(folder):
-        tensors = named_tensors(model, optimizer)
-        others = {f"model.{name}" for name in whole_shapes(model)} - tensors.keys()
-        _check_shapes(folder, tensors, others)
         read_shards(folder, tensors)
 
 
@@ -234,7 +234,8 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str])
     Raises:
         UserError: names the first tensor that differs.
     """
-    there = {name: tuple(tensor.shape) for name, tensor in tensors_in(folder).items()}
+    with applying(folder):
+        there = {name: tuple(tensor.shape) for name, tensor in tensors_in(folder).items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights = {name for name in there if name.startswith("model.")}
     for name in sorted(wanted.keys() | (weights - others)):

@@ -15,7 +15,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     corpus = tiny_run.make_corpus(folder / "corpus", n_documents=25)
     recipe = tiny_run.write_recipe(folder / "tiny.yaml", corpus, save_interval=5)
-    code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=folder / "unbroken", seed=7))
+    code, stderr = tiny_run.finish(tiny_run.ForkedRun(config=recipe, out=folder / "unbroken", seed=7))
     assert code == 0, stderr
     return folder, recipe, tiny_run.rows(folder / "unbroken"), tiny_run.digests(folder / "unbroken", 20)
 
@@ -23,11 +23,11 @@ def setting(tmp_path_factory):
 def test_20_steps_are_10_then_sigkill_then_10(setting):
     folder, recipe, rows, digests = setting
     run = folder / "killed"
-    process = tiny_run.start_run(config=recipe, out=run, seed=7)
+    process = tiny_run.ForkedRun(config=recipe, out=run, seed=7)
     tiny_run.kill_after_step(process, run, 12, checkpoint=10)
     assert tiny_run.finish(process)[0] == -signal.SIGKILL
     assert len(tiny_run.rows(run)) >= 11
-    code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, resume_from=10))
+    code, stderr = tiny_run.finish(tiny_run.ForkedRun(config=recipe, out=run, resume_from=10))
     assert code == 0, stderr
     assert "[resume] from step 10" in stderr
     (resumed,) = tiny_run.events(run, "resume")
@@ -42,13 +42,13 @@ def test_20_steps_are_10_then_sigkill_then_10(setting):
 def test_stopped_by_signal_resumed_with_workers_and_killed_again(setting):
     folder, recipe, rows, digests = setting
     run = folder / "stopped"
-    process = tiny_run.start_run(config=recipe, out=run, seed=7, overrides=["training.num_workers=2"])
+    process = tiny_run.ForkedRun(config=recipe, out=run, seed=7, overrides=["training.num_workers=2"])
     tiny_run.kill_after_step(process, run, 3, signal.SIGTERM)
     assert tiny_run.finish(process)[0] == 3
-    process = tiny_run.start_run(config=recipe, out=run, auto_resume=True, overrides=["training.num_workers=1"])
+    process = tiny_run.ForkedRun(config=recipe, out=run, auto_resume=True, overrides=["training.num_workers=1"])
     tiny_run.kill_after_step(process, run, 8)
     tiny_run.finish(process)
-    code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, auto_resume=True))
+    code, stderr = tiny_run.finish(tiny_run.ForkedRun(config=recipe, out=run, auto_resume=True))
     assert code == 0, stderr
     assert tiny_run.rows(run) == rows
     assert tiny_run.digests(run, 20) == digests
@@ -57,12 +57,12 @@ def test_stopped_by_signal_resumed_with_workers_and_killed_again(setting):
 def test_killed_before_the_first_checkpoint_starts_over_from_the_recorded_seed(setting):
     folder, recipe, rows, digests = setting
     run = folder / "early"
-    process = tiny_run.start_run(config=recipe, out=run, seed=7)
+    process = tiny_run.ForkedRun(config=recipe, out=run, seed=7)
     tiny_run.kill_after_step(process, run, 1)
     tiny_run.finish(process)
     for path in (run / "checkpoints").glob("meta_*"):  # were it quicker than the signal
         path.unlink()
-    code, stderr = tiny_run.finish(tiny_run.start_run(config=recipe, out=run, resume_latest=True))
+    code, stderr = tiny_run.finish(tiny_run.ForkedRun(config=recipe, out=run, resume_latest=True))
     assert code == 0, stderr
     assert tiny_run.rows(run) == rows
     assert tiny_run.digests(run, 20) == digests

@@ -75,6 +75,9 @@ def test_shards_are_gathered_twice_and_scattered_once_in_every_micro_batch():
 def test_small_micro_batches_wait_for_the_host():
     one, four = (micro_batch_seconds(RECIPE.model, Setting(size, 32 // size, None, 8192), 989e12) for size in (1, 4))
     assert one == four == pytest.approx(16_384 / 146_200)
+    # Of three blocks one launches its forward pass, a third of its work, again.
+    recomputing = micro_batch_seconds(RECIPE.model, Setting(1, 32, 3, 8192), 989e12)
+    assert recomputing == pytest.approx(16_384 / 146_200 * (1 + 1 / 9))
 
 
 def test_ranks_share_the_windows_evenly_and_fill_their_nodes():

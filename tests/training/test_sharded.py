@@ -11,6 +11,8 @@ from killed_consolidation import killed_copies
 from ranks import Job
 from safetensors.torch import load_file
 
+from gpt_oss_lite.config import ModelConfig
+from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.leftovers import remove_leftovers
@@ -196,6 +198,19 @@ def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, 
 def reseal(path, meta):
     meta.pop("meta_sha256")
     path.write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
+
+
+def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(runs):
+    run, _ = runs
+    manager = CheckpointManager(run / "checkpoints")
+    config = ModelConfig(**manager.meta(STEP)["model"])
+    for change, said in (
+        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) there and \(16, 24\) in the model"),
+        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing there"),
+        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) there and missing in the model"),
+    ):
+        with pytest.raises(UserError, match=rf"^\S+/shards_step_{STEP} is of another model: model.{said}"):
+            manager.load(GPTOSS(config.replace(**change)), STEP)
 
 
 def test_shards_beside_a_damaged_single_file_are_kept(runs, tmp_path):
