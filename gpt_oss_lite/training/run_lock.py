@@ -18,7 +18,8 @@ from typing import Any
 from shared_data.errors import UserError
 
 LOCK_NAME = ".lock"
-LOOKS, LOOK_PAUSE_S = 20, 0.25
+# A minute in all: as long as network file systems may keep what they know of a file.
+LOOKS, LOOK_PAUSE_S = 120, 0.5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # struct flock of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
