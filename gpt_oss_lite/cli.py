@@ -5,7 +5,9 @@ are imported inside, so that --help answers at once. Results go to standard outp
 """
 
 import logging
+import shutil
 import sys
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -139,8 +141,11 @@ def recipes(
     elif as_json:
         print_json({key: {"file": str(path), "summary": summary(path)} for key, path in shipped.items()})
     else:
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for key, path in shipped.items():
-            print(f"{key:<{max(map(len, shipped))}}  {summary(path)}")
+            name = f"{key:<{max(map(len, shipped))}}  "
+            lines = [summary(path)] if room is None else textwrap.wrap(summary(path), max(room - len(name), 20))
+            print(name + f"\n{' ' * len(name)}".join(lines))
 
 
 @app.command()
@@ -150,7 +155,7 @@ def estimate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows. Default: training.micro_batch_size.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: model.max_seq_len.")] = None,
     gpu_gb: Annotated[
-        float | None, typer.Option(min=0, help="Find the fastest setting that fits in so many GB (10^9 bytes).")
+        float | None, typer.Option(min=0, help="Find the fastest setting for a GPU of so many GB (10^9 bytes).")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs that share a step, by training.parallelism.")] = 1,
     as_json: AsJson = False,
@@ -159,7 +164,7 @@ def estimate(
     from gpt_oss_lite.config import load_recipe
     from gpt_oss_lite.training.flops import flops_per_token
     from gpt_oss_lite.training.layout import check_windows, layout_of
-    from gpt_oss_lite.training.memory import estimate_recipe, fastest_that_fits, meta_model
+    from gpt_oss_lite.training.memory import beside_the_recipe, estimate_recipe, fastest_that_fits, meta_model
 
     recipe = load_recipe(config, overrides or ())
     check_windows(recipe.training, ranks)
@@ -175,11 +180,14 @@ def estimate(
         if found is None:
             raise UserError(f"--gpu-gb is {gpu_gb:g}: nothing fits; a smaller model.max_seq_len or model needs less")
         setting, fitting = found
+        compared = beside_the_recipe(recipe, setting, int(gpu_gb * 1e9), layout)
         if as_json:
-            print_json({**setting._asdict(), "bytes": fitting.items, "total_bytes": fitting.total_bytes})
+            figures = {"bytes": fitting.items, "total_bytes": fitting.total_bytes}
+            print_json({**setting._asdict(), "recipe_setting": compared, **figures})
             return
         print(parameters)
         print("fits with: " + " ".join(f"--set {word}" for word in setting.overrides()))
+        print(compared)
         print(fitting.table())
         return
     result = estimate_recipe(recipe, batch_size, seq_len, layout=layout)

@@ -22,11 +22,11 @@ from torch import Tensor
 from gpt_oss_lite.inference.generate import generate
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.options import AsJson, Overrides, print_json
-from gpt_oss_lite.training.checkpoint import load_model
 from gpt_oss_lite.training.fp8 import EXPERTS_CAPABILITY
 from gpt_oss_lite.training.knobs import autocast
 from gpt_oss_lite.training.pretrain import PretrainOptions, save, train_step
 from gpt_oss_lite.training.run import Run, open_run, plan_run
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import run_app, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -21,11 +21,11 @@ from gpt_oss_lite.inference.passkey import open_corpus_filler, passkey
 from gpt_oss_lite.inference.perplexity import by_position, evaluate
 from gpt_oss_lite.inference.text import Settings, complete
 from gpt_oss_lite.report.run_log import SAMPLES_NAME
-from gpt_oss_lite.training.checkpoint import load_model
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.evaluation import evaluating
 from gpt_oss_lite.training.knobs import autocast, set_knobs
 from gpt_oss_lite.training.loss import head_token_losses
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
 from shared_data.files import write_atomic

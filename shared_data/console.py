@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared_data.errors import UserError
@@ -26,6 +26,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_KEYBOARD = 130
 
 # What a person can put right: a path that is not there, may not be written, or is no file.
 _BAD_INPUT_ERRNOS = {
@@ -86,6 +87,15 @@ class _Screen:
         return getattr(self._stream, name)
 
 
+class _BarConsole(Console):
+    """Leaves room beside a bar for the ^C^C of a terminal: on the next line it would keep the bar from being erased."""
+
+    @property  # type: ignore[misc]  # nothing sets it
+    def size(self) -> ConsoleDimensions:
+        width, height = super().size
+        return ConsoleDimensions(max(width - len("^C^C"), 1), height)
+
+
 def count_with_unit(count: float, unit: str = "") -> str:
     """A count in three figures: 0.25, 950, 12.3k, 4.56M, 7.89G; with its unit: 12.3k tokens, but 4.56 MB."""
     prefix = ""
@@ -109,6 +119,8 @@ class ProgressReporter:
     def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None, lines: bool) -> None:
         self._label, self._total, self._unit, self._bar, self._lines = label, total, unit, bar, lines
         self._done = 0.0
+        self.is_finished = not total
+        """Whether the work is done."""
         self._started = self._last_line = time.monotonic()
         self._task = bar.add_task(label, total=total, rate="") if bar else None
 
@@ -118,6 +130,8 @@ class ProgressReporter:
     def advance(self, amount: float) -> None:
         """Count `amount` more units as done."""
         self._done += amount
+        if self._total and self._done >= self._total:
+            self.is_finished = True
         rate = count_with_unit(self._rate(), f"{self._unit}/s")
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=self._done, rate=rate)
@@ -131,6 +145,7 @@ class ProgressReporter:
 
     def finish(self) -> None:
         """Show the whole bar: the work is done, though it took fewer units than were foreseen."""
+        self.is_finished = True
         if self._bar and self._task is not None:
             done = self._done or 1
             self._bar.update(self._task, total=done, completed=done)
@@ -147,7 +162,8 @@ _shown: list[Progress] = []
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str, *, lines: bool = True) -> Iterator[ProgressReporter]:
-    """Report progress of work that may last over two seconds.
+    """Report progress of work that may last over two seconds. The bar of work that stopped before it was done, by an
+    error, Ctrl-C or in good order, leaves the screen: what is said of that end stands alone.
 
     Args:
         label: what is being done, e.g. "clean fineweb".
@@ -155,7 +171,7 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
         unit: name of the unit, e.g. "documents", "B", "tokens".
         lines: whether to print lines where there is no terminal; False for work that logs its own.
     """
-    console = Console(file=cast(TextIO, _Screen(sys.stderr)))
+    console = _BarConsole(file=cast(TextIO, _Screen(sys.stderr)), soft_wrap=True)
     if not console.is_terminal or _muted_as:
         yield ProgressReporter(label, total, unit, None, lines)
         return
@@ -168,22 +184,33 @@ def progress(label: str, total: float | None, unit: str, *, lines: bool = True) 
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                TextColumn("{task.fields[rate]}"), TimeRemainingColumn(elapsed_when_finished=True))  # fmt: skip
-    with Progress(*columns, console=console, transient=False) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         _shown.append(bar)
         reporter = ProgressReporter(label, total, unit, bar, lines)
         try:
             yield reporter
         finally:
             _shown.pop()
+        bar.live.transient = not reporter.is_finished
         if not total:
             reporter.finish()
 
 
-def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str | None = None) -> int:
+def run_app(
+    app: typer.Typer, arguments: list[str] | None = None, prog_name: str | None = None, says_stopped: bool = True
+) -> int:
     """Run a typer application and return its exit code: an error for the user is one line on standard error.
 
-    `--debug` anywhere on the command line shows the traceback instead.
+    `--debug` anywhere on the command line shows the traceback instead. After Ctrl-C a line says so, unless
+    `says_stopped` is off, as in a process whose parent says it.
     """
+    code = _exit_code(app, arguments, prog_name)
+    if code == EXIT_KEYBOARD and says_stopped:
+        say("stopped by the keyboard")
+    return code
+
+
+def _exit_code(app: typer.Typer, arguments: list[str] | None, prog_name: str | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -196,9 +223,8 @@ def run_app(app: typer.Typer, arguments: list[str] | None = None, prog_name: str
     except _ClickException as usage:
         say(f"error: {_describe_usage(usage)}")
         return EXIT_BAD_INPUT
-    except (KeyboardInterrupt, typer.Abort):
-        say("stopped by the keyboard")
-        return 130
+    except (KeyboardInterrupt, typer.Abort):  # newer typers return the code themselves
+        return EXIT_KEYBOARD
     except BrokenPipeError:
         # The reader of our output has gone (`... | head`): nothing to report, and nothing more to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

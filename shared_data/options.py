@@ -24,7 +24,7 @@ from shared_data.config import (
 )
 from shared_data.console import run_app, say
 from shared_data.errors import UserError
-from shared_data.executor import OthersNotDone, Workers, end_with_parent
+from shared_data.executor import PARENT_PIPE_VARIABLE, OthersNotDone, Workers, end_with_parent
 from shared_data.layout import Layout, TurnLock
 from shared_data.stage import Context
 from shared_data.yaml_files import check_config
@@ -173,7 +173,8 @@ def stage_main(run: Callable[[Context], dict[str, Any]], module: str) -> int:
     def stage(given: StageOptions, as_json: JsonOption = False) -> int:
         return run_stage(run, given.context(), as_json)
 
-    return run_app(app, prog_name=f"python -m shared_data.scripts.{module}")
+    alone = PARENT_PIPE_VARIABLE not in os.environ  # not started by `prepare`, which Ctrl-C stops too
+    return run_app(app, prog_name=f"python -m shared_data.scripts.{module}", says_stopped=alone)
 
 
 def run_stage(run: Callable[[Context], dict[str, Any]], context: Context, as_json: bool) -> int:

@@ -72,6 +72,11 @@ def render(facts: CorpusFacts) -> str:
     name = escape(facts.manifest.mixture or "corpus")
     sections = (
         ("Training tokens by source", "The mark is the mixture's target.", _sources(facts)),
+        (
+            "Training and validation",
+            "In all are what packing kept: a document of training counts once, however often it is repeated.",
+            _splits(facts),
+        ),
         ("What became of the documents", _road_note(facts), _road(facts)),
         (
             "Document lengths",
@@ -96,9 +101,10 @@ def _overview(facts: CorpusFacts) -> str:
     manifest, long = facts.manifest, facts.manifest.long_context
     found = [
         ("training tokens", f"{manifest.total_tokens:,}"),
-        ("documents", f"{manifest.total_documents - (long.inserts if long else 0):,}"),
+        ("training documents", f"{manifest.total_documents - (long.inserts if long else 0):,}"),
         ("shards", f"{manifest.shard_count:,}"),
         ("validation tokens", f"{facts.validation.total_tokens:,}" if facts.validation else "none"),
+        ("validation documents", f"{facts.validation.total_documents:,}" if facts.validation else "none"),
         (
             f"windows of {long.window_tokens:,} tokens" if long else "long-context windows",
             f"{long.windows:,}" if long else "none",
@@ -130,6 +136,26 @@ def _sources(facts: CorpusFacts) -> str:
         ])  # fmt: skip
     head = ["source", "", "tokens", "share", "target", "documents", "long-context tokens", "repeated", "bytes a token"]
     return table(head, rows, text_columns=2)
+
+
+def _splits(facts: CorpusFacts) -> str:
+    """Documents and tokens of each source in training, validation and both, with a last row that sums the sources."""
+    packed = facts.reports.get("pack", {}).get("sources", {})
+    held_out = facts.validation.sources if facts.validation else {}
+    counts = []
+    for source, own in facts.manifest.sources.items():
+        once = own.documents - own.inserts - packed.get(source, {}).get("repeated_documents", 0)
+        other = held_out.get(source)
+        documents, tokens = (other.documents, other.tokens) if other else (0, 0)
+        counts.append([once, documents, once + documents, own.tokens, tokens, own.tokens + tokens])
+    rows = [[escape(source), *map(_grouped, own)] for source, own in zip(facts.manifest.sources, counts, strict=True)]
+    rows.append(["<b>all</b>", *(f"<b>{_grouped(sum(column))}</b>" for column in zip(*counts, strict=True))])
+    head = ["source", "training documents", "+ validation", "= in all", "training tokens", "+ validation", "= in all"]
+    return table(head, rows, text_columns=1)
+
+
+def _grouped(count: int) -> str:
+    return f"{count:,}"
 
 
 def _road_note(facts: CorpusFacts) -> str:

@@ -30,6 +30,7 @@ def run_module(name: str, arguments: list[str]) -> int:
                 code = stage.wait()
             except KeyboardInterrupt:
                 stage.wait()
+                say(f"what the stage {name} has finished is kept: run the command again to go on")
                 raise
     finally:
         os.close(reader)

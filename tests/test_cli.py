@@ -136,6 +136,8 @@ def test_estimate_says_what_fits_below_the_parameters(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == parameters
     assert re.match(r"fits with: --set training\.micro_batch_size=\d+ --set ", lines[1])
+    assert lines[2].startswith("the recipe has 8 x 4 windows, one block in 3 recomputed, ")
+    assert lines[3].startswith("chosen: ")
 
 
 def test_estimate_is_of_one_of_the_gpus_that_share_a_step(capsys):

@@ -7,9 +7,10 @@ import re
 import sys
 
 import pytest
+import typer
 
 from shared_data import console
-from shared_data.console import count_of, count_with_unit, progress, say
+from shared_data.console import count_of, count_with_unit, progress, run_app, say
 
 
 @pytest.mark.parametrize(
@@ -62,17 +63,92 @@ def test_a_bar_that_is_finished_looks_finished(total, done, early, monkeypatch):
     assert " 100%" in last
 
 
-def test_a_bar_of_work_that_stopped_early_does_not(monkeypatch):
-    master, terminal = pty.openpty()
-    monkeypatch.setenv("TERM", "xterm")
-    with os.fdopen(terminal, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        with contextlib.suppress(KeyError), progress("work", 10, "steps") as report:
+def lines_on(width: int, output: str) -> list[str]:
+    """What a terminal of some columns shows of an output: text, line ends and the control sequences of a bar."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.", output, re.DOTALL):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, column
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        elif part.endswith("A"):
+            row -= int(part[2:-1])
+        elif not part.startswith("\x1b"):
+            if column == width:
+                row, column = row + 1, 0
+            rows += [""] * (row + 1 - len(rows))
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + 1 :]
+            column += 1
+        rows += [""] * (row + 1 - len(rows))
+    return [line.rstrip() for line in rows if line.strip()]
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Runs a function whose standard error is a terminal of some columns; the lines that stand there at the end."""
+
+    def run(width, work):
+        master, terminal = pty.openpty()
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(width))
+        with os.fdopen(terminal, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            work(stream)
+        return lines_on(width, all_of(master))
+
+    return run
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("how", ["an error", "Ctrl-C", "in good order"])
+def test_a_bar_of_work_that_stopped_early_leaves_the_screen(on_terminal, width, how):
+    def work(stream):
+        say("before")
+        with contextlib.suppress(KeyError, KeyboardInterrupt), progress("some work", 10, "steps") as report:
             report.advance(7)
-            raise KeyError
-    shown = all_of(master)
-    assert "70%" in shown
-    assert "100%" not in shown
+            if how == "an error":
+                raise KeyError
+            if how == "Ctrl-C":
+                stream.write("^C")  # as the terminal itself does
+                raise KeyboardInterrupt
+        say("after")
+
+    assert [line for line in on_terminal(width, work) if line != "^C"] == ["before", "after"]
+
+
+def test_a_finished_bar_stays_on_the_screen(on_terminal):
+    def work(_):
+        with progress("some work", 10, "steps") as report:
+            report.advance(10)
+
+    (line,) = on_terminal(60, work)
+    assert line.startswith("some work ")
+    assert " 100%" in line
+
+
+def test_a_long_line_above_a_bar_is_broken_by_the_terminal_alone(on_terminal):
+    """So that a command on it can be copied whole."""
+    long = "go on with: " + "gpt-oss-lite pretrain --config runs/a/config.yaml " * 4
+
+    def work(_):
+        with progress("some work", 10, "steps"):
+            say(long)
+
+    assert "".join(line.ljust(60) for line in on_terminal(60, work)).rstrip() == long.rstrip()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("says_stopped", [True, False])
+def test_a_command_that_the_keyboard_stops_says_so(capsys, says_stopped):
+    app = typer.Typer()
+    app.command()(interrupted)
+    assert run_app(app, [], says_stopped=says_stopped) == 130
+    assert capsys.readouterr().err.strip() == "stopped by the keyboard" * says_stopped
 
 
 def test_work_goes_on_where_the_terminal_has_gone(monkeypatch):
@@ -95,11 +171,12 @@ def test_a_bar_goes_on_where_its_terminal_goes(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         with progress("work", 2, "steps") as report:
             report.advance(1)
-            shown = os.read(master, 1 << 16).decode()
+            shown = ""
+            while "work" not in shown:  # a bar comes in pieces, and again ten times a second
+                shown += os.read(master, 1 << 16).decode()
             os.close(master)
             with pytest.raises(OSError, match="Input/output"):
                 os.write(terminal, b"x")
             say("nobody reads this")
             report.advance(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-    assert "work" in shown, "there was a bar before"

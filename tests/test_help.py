@@ -44,7 +44,7 @@ def test_every_command_and_option_of_the_command_line_has_help():
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_option_of_a_stage_has_help(stage, monkeypatch):
     seen = []
-    monkeypatch.setattr(options, "run_app", lambda app, prog_name: seen.append((prog_name, get_command(app))) or 0)
+    monkeypatch.setattr(options, "run_app", lambda app, prog_name, **_: seen.append((prog_name, get_command(app))) or 0)
     module = importlib.import_module(f"shared_data.scripts.{stage}")
     assert options.stage_main(module.run, stage) == 0
     ((name, command),) = seen

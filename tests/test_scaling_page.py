@@ -14,8 +14,9 @@ from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.training.cluster import Cluster
 from gpt_oss_lite.training.ladder import ABOUT_AS_FAST, LADDER, layouts
 from gpt_oss_lite.training.layout import Layout, check_split
-from gpt_oss_lite.training.memory import Setting, estimate_recipe, meta_model
+from gpt_oss_lite.training.memory import estimate_recipe, meta_model
 from gpt_oss_lite.training.scaling import step_time
+from gpt_oss_lite.training.setting import Setting
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/scaling.md").read_text()

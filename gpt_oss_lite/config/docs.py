@@ -39,7 +39,8 @@ repeated: `--set training.lr=3e-4 --set model.window_size=null`. A run folder ke
 An unknown or repeated key, a wrong type, a value out of range or a pair that contradicts itself ends the command with
 exit code 2 and one line that names the file or option, the key, the value, and what is allowed. A key that is set
 and that another key's value leaves without effect (`muon_momentum` with `optimizer: adamw`) is named in a warning when
-a run starts, and by `doctor`.
+a run starts, and by `doctor`. Not named are a key of the file that `--set` switches off, and what a run's own
+`config.yaml`, which has all keys, has in vain.
 
 Numbers may be written as `4e-4` or `61_000`. Values follow YAML 1.2: `yes` and `on` are text, `true` and `false` are
 truth values. Aliases (`*name`) are refused.

@@ -1,7 +1,6 @@
 """The recipes that come with the package, which are known by name: `--config quickstart`."""
 
 import difflib
-import re
 from pathlib import Path
 
 from shared_data.errors import UserError
@@ -39,7 +38,6 @@ def find_recipe(path: Path) -> Path:
 
 
 def summary(path: Path) -> str:
-    """The first sentence of a recipe's head."""
-    head = re.match(r"(?:# .*\n)+", path.read_text())
-    text = " ".join(line.removeprefix("# ") for line in head.group().splitlines()) if head else ""
-    return re.split(r"(?<=[.?:]) ", text)[0].rstrip(".:")
+    """The first line of a recipe's head: for what machine it is, and what it trains."""
+    first, _, _ = path.read_text().partition("\n")
+    return first.removeprefix("#").strip().rstrip(".")

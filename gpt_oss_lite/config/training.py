@@ -1,6 +1,6 @@
 """The training and data blocks of a recipe."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -75,7 +75,7 @@ class TrainingConfig(ConfigBlock):
 
     # Speed and memory
     compile: bool = False
-    """Compile the model with torch.compile (CUDA only)."""
+    """Compile the model with torch.compile, on CUDA where no part of it takes the fused path."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode."""
     grad_checkpoint: bool = False
@@ -230,27 +230,32 @@ class Recipe(ConfigBlock):
 
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
+        wrong: dict[str, list[str]] = {}
         if self.training.fp8_head:
             rows = "vocab_size" if self.model.padded_vocab_size is None else "padded_vocab_size"
-            self._check_eight_bits("training.fp8_head is true", ("d_model", rows))
+            wrong["training.fp8_head is true"] = self._against_eight_bits("d_model", rows)
         if self.model.moe_dispatch == "grouped_fp8":
-            chosen = "model.moe_dispatch is grouped_fp8"
-            self._check_eight_bits(chosen, ("d_model", "expert_hidden_size"))
+            reasons = self._against_eight_bits("d_model", "expert_hidden_size")
             if self.model.expert_bias:
-                raise ValueError(f"{chosen}: it goes with model.expert_bias false")
+                reasons.append("it goes with model.expert_bias false")
             if (residual := self.model.residual_dtype) not in (None, "bf16"):
-                raise ValueError(f"{chosen}: it goes with model.residual_dtype bf16, not {residual}")
+                reasons.append(f"it goes with model.residual_dtype bf16, not {residual}")
             if (size := self.training.expert_parallel_size) > 1:
-                raise ValueError(f"{chosen}: it goes with training.expert_parallel_size 1, not {size}")
+                reasons.append(f"it goes with training.expert_parallel_size 1, not {size}")
+            wrong["model.moe_dispatch is grouped_fp8"] = reasons
+        if lines := [f"{chosen}: {', '.join(reasons)}" for chosen, reasons in wrong.items() if reasons]:
+            raise ValueError("; ".join(lines))
         return self
 
-    def _check_eight_bits(self, chosen: str, sizes: Sequence[str]) -> None:
-        """What products of 8-bit floats need, those of `chosen`."""
+    def _against_eight_bits(self, *sizes: str) -> list[str]:
+        """What keeps products of 8-bit floats from being made."""
+        reasons = []
         if self.model.dtype != "bf16":
-            raise ValueError(f"{chosen}: it goes with model.dtype bf16, not {self.model.dtype}")
+            reasons.append(f"it goes with model.dtype bf16, not {self.model.dtype}")
         for key in sizes:
             if (size := getattr(self.model, key)) % 16:
-                raise ValueError(f"{chosen}: model.{key} is {size}, it must be a multiple of 16")
+                reasons.append(f"model.{key} is {size}, it must be a multiple of 16")
+        return reasons
 
     @model_validator(mode="after")
     def _check_precision(self) -> Self:

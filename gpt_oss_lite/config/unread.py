@@ -1,10 +1,11 @@
 """Keys that are set and that nothing reads, since another key or the number of ranks switches off what they are for.
 
 A recipe may hold such keys: `--set training.grad_checkpoint=false` must not also ask for another grad_checkpoint_every.
-But whoever sets training.muon_momentum and forgets training.optimizer is told.
+But whoever sets training.muon_momentum and forgets training.optimizer is told: where both stand in one file, and where
+`--set` has the key. A file's key that `--set` leaves without effect has misled nobody.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gpt_oss_lite.config.training import Recipe
@@ -56,17 +57,31 @@ DEPENDENCES = (
 )
 
 
-def unread_keys(recipe: Recipe, ranks: int) -> list[str]:
-    """A line for each key that differs from its default and has no effect in a run on so many ranks: what it is, and
-    with what it would be read."""
+def unread_keys(recipe: Recipe, ranks: int, overrides: Sequence[str] = (), recorded: bool = False) -> list[str]:
+    """A line for each key that differs from its default and has no effect in a run on so many ranks, though whoever set
+    it may think so: what it is, and with what it would be read.
+
+    Args:
+        overrides: `block.key=value` each, what of the recipe was set beside its file.
+        recorded: whether that file is a run's own, whose keys are there because a run writes them all.
+    """
     lines: dict[str, str] = {}
+    overridden = {override.partition("=")[0] for override in overrides}
     for key, switch, allowed, is_read in DEPENDENCES:
         value = _value(recipe, key)
         state = ranks if switch == RANKS else _value(recipe, switch)
-        if key not in lines and value != _default(recipe, key) and not is_read(state):
-            reason = f"{switch} is {show(state)}, it would have to be {allowed}"
-            lines[key] = f"{key} is {show(value)}, without effect: {reason}"
+        if value == _default(recipe, key) or is_read(state):
+            continue
+        if not overridden & _names(key) and (recorded or overridden & _names(switch)):
+            continue
+        reason = f"{switch} is {show(state)}, it would have to be {allowed}"
+        lines.setdefault(key, f"{key} is {show(value)}, without effect: {reason}")
     return list(lines.values())
+
+
+def _names(key: str) -> set[str]:
+    """What `--set` may name to set a key: the key, or its whole block."""
+    return {key, key.partition(".")[0]}
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -25,7 +25,8 @@ from gpt_oss_lite.export.hf_config import MODELING_FILE, exported_context, gener
 from gpt_oss_lite.export.layouts import Layout, layout_of, to_layout
 from gpt_oss_lite.export.tokenizer_files import has_llama3_vocabulary, special_ids, write_tokenizer
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CHECKPOINTS, load_model
+from gpt_oss_lite.training.checkpoint import CHECKPOINTS
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import progress
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, fsync_folder, write_atomic

@@ -75,8 +75,8 @@ def evaluate(
     """Score a model on a corpus: loss, perplexity and bits per byte, overall and per source."""
     from gpt_oss_lite.inference.perplexity import by_position
     from gpt_oss_lite.inference.perplexity import evaluate as score
-    from gpt_oss_lite.training.checkpoint import load_model
     from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
+    from gpt_oss_lite.training.weights import load_model
 
     model, _ = load_model(checkpoint, step, _device())
     dataset = PretrainDataset(data, positions or model.config.max_seq_len, model.config.embedding_rows)

@@ -7,6 +7,7 @@ tokens. One forward pass over text and key tells that, and how likely the model 
 Shapes: B rows of equal length, T tokens, K tokens of the key, V rows of the embedding.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,10 @@ def default_lengths(config: ModelConfig) -> list[int]:
 LARGEST_NATS = 12.0
 """Where the heat map's colours end: a guess among all ids, of which LLaMA-3 has 128,256, costs 11.8."""
 
+LIGHT_TEXT_FROM = 0.5
+"""Share of the colours from which text on them is white: there white (contrast 3.9) and black (5.4) can be read."""
+TITLE_LETTERS_AN_INCH = 9
+
 
 def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     """Draw a PNG or SVG by length and depth: keys found of those asked for, and the surprise at them as a colour.
@@ -274,7 +279,7 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
     check_picture(path)
     figure_module = require_extra("matplotlib.figure", "plot")
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-    size = (max(5.0, 2.5 + 0.8 * len(lengths)), 2.0 + 0.5 * len(depths))
+    size = (max(5.0, 2.5 + 0.8 * len(lengths)), max(3.4, 1.6 + 0.5 * len(depths)))
     figure = figure_module.Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     nats = np.full((len(depths), len(lengths)), np.nan)
@@ -282,12 +287,13 @@ def heat_map(cells: Sequence[Cell], path: Path, title: str) -> None:
         row, column = depths.index(cell.depth), lengths.index(cell.length)
         nats[row, column] = np.minimum(cell.nats_per_token, LARGEST_NATS)  # an infinite one would have no colour
         axes.text(column, row, f"{cell.found} of {cell.trials}\n{cell.nats_per_token:.1f}", ha="center", va="center",
-                  color="white" if cell.nats_per_token >= 0.4 * LARGEST_NATS else "black")  # fmt: skip
+                  color="white" if cell.nats_per_token >= LIGHT_TEXT_FROM * LARGEST_NATS else "black")  # fmt: skip
     image = axes.imshow(nats, vmin=0, vmax=LARGEST_NATS, cmap="viridis_r", aspect="auto")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="context, tokens", ylabel="depth of the key")
-    axes.set_title(title, parse_math=False)  # a run's name may have dollar signs
+    lines = textwrap.wrap(title, int(TITLE_LETTERS_AN_INCH * size[0]))
+    figure.suptitle("\n".join(lines), parse_math=False)  # a run's name may have dollar signs
     figure.colorbar(image, label="nats per token of the key")
     save_picture(figure, path)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TextIO
 
 from gpt_oss_lite.inference.generate import Sample, Sampler, Speed, generate
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import load_model
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import count_of, say
 from shared_data.errors import UserError
 from shared_data.tokenizer import Tokenizer, load_tokenizer

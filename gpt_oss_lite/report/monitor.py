@@ -20,12 +20,16 @@ from rich.text import Text
 from gpt_oss_lite.report.chart import number
 from gpt_oss_lite.report.curves import Floats, bucket_means, finite, smooth
 from gpt_oss_lite.report.run_charts import event_text
-from gpt_oss_lite.report.run_log import RunLog, RunReader
+from gpt_oss_lite.report.run_log import CUT_OFF, RunLog, RunReader
 from gpt_oss_lite.training.logger import format_duration
+from shared_data.console import count_of
 
 BARS = "▁▂▃▄▅▆▇█"
 LAST_EVENTS = 6
 MAX_EXPERTS_SHOWN = 16
+BAR = " | "
+FRAME = 16
+"""Columns of a terminal that the frame and the labels take."""
 SILENT_INTERVALS = 5
 """A run that has logged nothing for so many times its usual interval, and a minute, is called silent."""
 
@@ -48,7 +52,7 @@ def watch(folder: Path, interval: float) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             log = reader.read()
-            live.update(screen(log, time.time(), console.width), refresh=True)
+            live.update(screen(log, time.time(), console.width, console.height - 1), refresh=True)
             if log.ending is not None:
                 return
             time.sleep(interval)
@@ -58,28 +62,33 @@ def figures(log: RunLog, now: float) -> dict[str, Any]:
     """What `--json` prints: the run's standing and the newest row."""
     row = log.rows[-1] if log.rows else None
     result = {"run": str(log.folder), "status": standing(log, now), "stop_step": log.stop_step,
-              "seconds_left": seconds_left(log), "row": row}  # fmt: skip
+              "writer_lives": log.writer_lives, "seconds_left": seconds_left(log), "row": row}  # fmt: skip
     return {**result, "evaluation": log.evaluations[-1] if log.evaluations else None}
 
 
 def standing(log: RunLog, now: float) -> str:
-    """`running`, `silent for 12 min`, or how the run ended."""
+    """`running`, `silent for 12 min`, that its process is gone, or how the run ended."""
     if log.ending is not None:
         return log.status
+    sign = log.last_sign
+    silence = None if sign is None else max(now - sign, 0.0)
+    if log.is_cut_off:
+        return CUT_OFF + ("" if silence is None else f"; last sign {format_duration(silence)} ago")
     times = log.column("time")
-    if not len(times):
+    if silence is None or not len(times):
         return "no step logged yet"
     usual = float(np.median(np.diff(times[-21:]))) if len(times) > 1 else 0.0
-    newest = max(float(times[-1]), *(event.get("time", 0.0) for event in log.events[-1:]), 0.0)
-    silence = now - newest
-    if silence > max(60.0, SILENT_INTERVALS * usual):
-        return f"silent for {format_duration(silence)}: killed, or it hangs"
-    return f"running, last sign {format_duration(max(silence, 0.0))} ago"
+    if silence <= max(60.0, SILENT_INTERVALS * usual):
+        return f"running, last sign {format_duration(silence)} ago"
+    if log.writer_lives:
+        return f"silent for {format_duration(silence)}, though its process lives: it hangs, or is stopped"
+    where = f" on {log.host}" if log.host else ""
+    return f"silent for {format_duration(silence)}: killed, or it hangs{where}"
 
 
 def seconds_left(log: RunLog) -> float | None:
     """Time to the last step at the speed of the newest row; None when it is not known, or there is none left."""
-    if not log.rows or log.stop_step is None or log.ending is not None:
+    if not log.rows or log.stop_step is None or log.ending is not None or log.is_cut_off:
         return None
     speed = log.column("tokens_per_s")[-1]
     steps = log.stop_step - log.rows[-1]["step"]
@@ -100,45 +109,93 @@ def sparkline(values: Sequence[float] | Floats, width: int, floor: float | None 
 
 def lines(log: RunLog, now: float, width: int) -> list[tuple[str, str]]:
     """(label, text) of everything that is shown, in order; `width` is that of the sparklines."""
-    shown = [("run", f"{log.name}: {standing(log, now)}")]
+    shown = [("run", f"{log.name}: {standing(log, now)}"), *_run_lines(log, width)]
+    return shown + [(label, text.plain) for label, text in experts(log)]
+
+
+def _run_lines(log: RunLog, width: int) -> list[tuple[str, str]]:
+    shown: list[tuple[str, str]] = []
     if log.rows:
-        shown += [("progress", _progress(log)), *_loss(log, width), *_speed(log, width), *_update(log.rows[-1])]
-        shown += [(label, text.plain) for label, text in experts(log)]
-    return shown + [("event" if index == 0 else "", line) for index, line in enumerate(_events(log))]
+        shown += [("progress", _progress(log)), *_loss(log, width), *_speed(log, width), _update(log.rows[-1])]
+    shown += [("event" if index == 0 else "", line) for index, line in enumerate(_events(log))]
+    return shown + ([_routers(log.rows[-1])] if log.rows else [])
 
 
-def screen(log: RunLog, now: float, width: int) -> RenderableType:
-    """The same for a terminal, with a bar and colours."""
+def screen(log: RunLog, now: float, width: int, height: int | None = None) -> RenderableType:
+    """The same for a terminal, with a bar and colours.
+
+    Args:
+        width: columns.
+        height: lines; with fewer than all layers need, only the least even ones are shown. None: no limit.
+    """
+    layers = list(experts(log, width - FRAME))
+    panel, console = _panel(log, now, width, layers), Console(width=width)
+    shown = len(layers)
+    while height is not None and shown and len(console.render_lines(panel)) > height:
+        shown -= 1
+        panel = _panel(log, now, width, _least_even(log, layers, shown))
+    return panel
+
+
+def _panel(log: RunLog, now: float, width: int, layers: Sequence[tuple[str, Text]]) -> Panel:
     grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=len("validation"))
     grid.add_column(ratio=1)
+    stands = standing(log, now)
+    title = f" {log.name}: {stands} "
+    if len(title) > width - 4:
+        title = f" {log.name} "
+        grid.add_row("run", Text(stands))
     if log.rows and log.stop_step:
         grid.add_row("", ProgressBar(total=log.stop_step, completed=log.rows[-1]["step"]))
-    coloured = dict(experts(log))
-    for label, text in lines(log, now, max(width - 20, 10))[1:]:
-        grid.add_row(label, coloured.get(label, Text(text)))
-    style = (
-        "green" if log.ending and log.ending["event"] == "done" else "yellow" if "silent" in standing(log, now) else ""
-    )
-    title = Text(f" {log.name}: {standing(log, now)} ", style=f"bold {style}")
-    return Panel(grid, title=title, title_align="left")
+    room = max(width - FRAME, 10)
+    for label, line in _run_lines(log, room):
+        grid.add_row(label, Text(break_at_bars(line, room)))
+    for label, text in layers:
+        grid.add_row(label, text)
+    done = log.ending is not None and log.ending["event"] == "done"
+    style = "green" if done else "red" if log.is_cut_off else "yellow" if stands.startswith("silent") else ""
+    return Panel(grid, title=Text(title, style=f"bold {style}"), title_align="left")
 
 
-def experts(log: RunLog) -> Iterator[tuple[str, Text]]:
-    """A line for each layer: load of each expert as a multiple of its share, and the busiest."""
+def _least_even(log: RunLog, layers: Sequence[tuple[str, Text]], count: int) -> list[tuple[str, Text]]:
+    """The layers with the busiest experts, in order, and how many are left out."""
+    chosen = sorted(np.argsort(-log.expert_load[-1].max(axis=1), kind="stable")[:count])
+    left = len(layers) - count
+    return [*(layers[layer] for layer in chosen), ("", Text(f"{count_of(left, 'layer')} more, more even", style="dim"))]
+
+
+def break_at_bars(line: str, width: int) -> str:
+    """A line's parts, which bars divide, on as many lines as they need in a width; one that is too long stays whole."""
+    parts = line.split(BAR)
+    folded = parts[0]
+    for part in parts[1:]:
+        fits = len(folded.rsplit("\n", 1)[-1]) + len(BAR) + len(part) <= width
+        folded += (BAR if fits else "\n") + part
+    return folded
+
+
+def experts(log: RunLog, width: int | None = None) -> Iterator[tuple[str, Text]]:
+    """A line for each layer: load of each expert as a multiple of its share, and the busiest; of a given width, where
+    there is no room for all experts, the least and the largest load."""
     load = log.expert_load
     if not load.size:
         return
     ratios = load[-1] / load[-1].mean(axis=1, keepdims=True)
+    n_experts = ratios.shape[1]
+    every = n_experts <= MAX_EXPERTS_SHOWN and (width is None or len("0.00 ") * n_experts <= width)
     for layer, ratio in enumerate(ratios):
         text = Text()
-        if len(ratio) <= MAX_EXPERTS_SHOWN:
+        if every:
             for value in ratio:
                 text.append(f"{value:4.2f} ", style=_colour(value))
         else:
             text.append(f"{ratio.min():4.2f} ", style=_colour(ratio.min()))
-            text.append(f"to {ratio.max():4.2f} over {len(ratio)} experts ", style=_colour(ratio.max()))
-        text.append(f"| busiest {ratio.max():.2f}", style="dim")
+            text.append(f"to {ratio.max():4.2f} over {n_experts} experts ", style=_colour(ratio.max()))
+        busiest = f"| busiest {ratio.max():.2f}"
+        if width is None or len(text) + len(busiest) <= width:
+            text.append(busiest, style="dim")
+        text.rstrip()
         yield f"layer {layer}", text
 
 
@@ -176,11 +233,15 @@ def _speed(log: RunLog, width: int) -> Iterator[tuple[str, str]]:
     yield "", sparkline(speed, width, floor=0.0)
 
 
-def _update(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    norm, aux = (math.nan if row.get(key) is None else row[key] for key in ("grad_norm", "aux"))
+def _update(row: dict[str, Any]) -> tuple[str, str]:
+    norm = math.nan if row.get("grad_norm") is None else row["grad_norm"]
+    return "update", f"lr {row.get('lr') or 0.0:.2e} | gradient norm {norm:.3f}"
+
+
+def _routers(row: dict[str, Any]) -> tuple[str, str]:
+    aux = math.nan if row.get("aux") is None else row["aux"]
     entropy = row.get("router_entropy") or [math.nan]
-    yield "update", f"lr {row.get('lr') or 0.0:.2e} | gradient norm {norm:.3f}"
-    yield "routers", f"balancing loss {aux:.3f} | entropy {np.mean(entropy):.3f} nats; load over share, by expert:"
+    return "routers", f"balancing loss {aux:.3f} | entropy {np.mean(entropy):.3f} nats{BAR}load over share, by expert:"
 
 
 def _events(log: RunLog) -> list[str]:

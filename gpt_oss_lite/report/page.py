@@ -104,6 +104,8 @@ def _summary(runs: Sequence[RunLog], names: Sequence[str]) -> str:
 
 def _summary_of(run: RunLog) -> dict[str, str]:
     result = {"status": run.status}
+    if run.ending is None and run.last_sign is not None:
+        result["last sign"] = f"{datetime.datetime.fromtimestamp(run.last_sign, datetime.UTC):%Y-%m-%d %H:%M} UTC"
     if run.rows:
         last = run.rows[-1]
         _, losses = finite(run.tokens, run.column("ce"))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpt_oss_lite.training.run_lock import writer_lives
 from shared_data.errors import UserError
 from shared_data.yaml_files import read_yaml_mapping
 
@@ -26,6 +27,7 @@ Advance = Callable[[float], None]
 
 START_EVENTS = ("start", "resume")
 END_EVENTS = {"done": "done", "stop": "stopped", "give_up": "given up by the NaN guard"}
+CUT_OFF = "no process writes here any more: killed, or failed"
 SAMPLES_NAME = "samples.jsonl"
 NAMED_RUNS = 4
 """Runs that an error's line names."""
@@ -90,6 +92,8 @@ class RunLog:
     """run.json; empty when it is missing."""
     damaged: int = 0
     """Lines that were passed over."""
+    writer_lives: bool | None = None
+    """Whether a process holds the run; None where it cannot be known, as of another machine's."""
 
     def column(self, key: str) -> Floats:
         """(N,) figures of the rows; NaN where a row has none."""
@@ -148,11 +152,31 @@ class RunLog:
         return ends[-1] if ends and ends[-1]["event"] in END_EVENTS else None
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether the run is known to have ended without saying so."""
+        return self.ending is None and self.writer_lives is False
+
+    @property
+    def last_sign(self) -> float | None:
+        """Seconds since 1970 at which the run last wrote a row or an event; None where it has not."""
+        times = [
+            row["time"] for row in (*self.rows[-1:], *self.events[-1:]) if isinstance(row.get("time"), int | float)
+        ]
+        return max(times, default=None)
+
+    @property
+    def host(self) -> str | None:
+        """The machine of the newest process, where the run has recorded it."""
+        return (newest_process(self.events) or {}).get("host")
+
+    @property
     def status(self) -> str:
-        """In a few words: `done at step 600`, `stopped at step 50 (SIGTERM)`, `at step 50 of 600`."""
+        """In a few words: `done at step 600`, `stopped at step 50 (SIGTERM)`, `at step 50 of 600`, the same with `no
+        process writes here` where that is known."""
         if self.ending is None:
             at = self.rows[-1]["step"] if self.rows else 0
-            return f"at step {at:,}" + (f" of {self.stop_step:,}" if self.stop_step else "")
+            place = f"at step {at:,}" + (f" of {self.stop_step:,}" if self.stop_step else "")
+            return f"{place}, {CUT_OFF}" if self.is_cut_off else place
         reason = f" ({self.ending['reason']})" if "reason" in self.ending else ""
         return f"{END_EVENTS[self.ending['event']]} at step {self.ending['step']:,}{reason}"
 
@@ -184,6 +208,8 @@ class RunReader:
 
     def read(self, advance: Advance = lambda n_bytes: None) -> RunLog:
         """The run as it stands; see `read_run`."""
+        # Looked at first: a process that ends meanwhile has written its last event by then.
+        alive = writer_lives(self._folder, newest_process(self._events.read()))
         rows = [row for row in self._metrics.read(advance) if isinstance(row.get("tokens"), int)]
         events = [_without_nulls(event) for event in self._events.read() if isinstance(event.get("event"), str)]
         config, record = self._folder / "config.yaml", self._folder / "run.json"
@@ -196,7 +222,15 @@ class RunReader:
             recipe=read_yaml_mapping(config) if config.is_file() else {},
             record=_without_nulls(_read_json(record)),
             damaged=self._metrics.damaged + self._events.damaged + self._samples.damaged,
+            writer_lives=alive,
         )
+
+
+def newest_process(events: Iterable[Row]) -> dict[str, Any] | None:
+    """What the newest start among some events recorded of its process; None where it did not."""
+    starts = [event for event in events if event.get("event") in START_EVENTS]
+    process = starts[-1].get("process") if starts else None
+    return process if isinstance(process, dict) else None
 
 
 def _below(folder: Path) -> str:

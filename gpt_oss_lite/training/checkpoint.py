@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt_oss_lite.config import ModelConfig
-from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.checkpoint_names import KINDS, file_name, make_one_form, shards_name, step_of
 from gpt_oss_lite.training.disk import OVERHEAD_BYTES, assert_room_to_write, kept_steps
 from gpt_oss_lite.training.seeding import restore_rng
@@ -37,7 +34,6 @@ from gpt_oss_lite.training.snapshot import (
     DamagedCheckpoint,
     Snapshot,
     applying,
-    check_size_before_building,
     load_model_tensors,
     load_optimizer,
     load_scheduler,
@@ -317,18 +313,6 @@ class CheckpointManager:
         except DamagedCheckpoint:
             return False
 
-    def expect_one_file(self, step: int) -> None:
-        """Refuse a step in shards.
-
-        Raises:
-            UserError: with the command that makes one file of it.
-        """
-        if self.is_sharded(step):
-            raise UserError(
-                f"{self.folder} has step {step} in shards; make it one file first: gpt-oss-lite checkpoints "
-                f"consolidate {self.folder} --step {step}"
-            )
-
     def _is_complete(self, step: int) -> bool:
         try:
             files = self.meta(step)["files"]
@@ -358,42 +342,3 @@ def checkpoint_folder(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder")
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _why_no_checkpoint(folder: Path) -> str:
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return "is an export, which transformers loads; name the run that it was made of"
-    return "has no complete checkpoint"
-
-
-def load_model(
-    run_or_checkpoint_folder: str | Path, step: int | None = None, device: str | torch.device = "cpu"
-) -> tuple[GPTOSS, dict[str, Any]]:
-    """Build the model of a checkpoint, in evaluation mode.
-
-    Args:
-        run_or_checkpoint_folder: a run's folder, or its checkpoints/.
-        step: None: the newest complete one.
-        device: where the model goes.
-
-    Returns:
-        The model and the content of meta_step_N.json.
-
-    Raises:
-        UserError: no such checkpoint, a damaged one, or one of another program.
-    """
-    manager = CheckpointManager(checkpoint_folder(run_or_checkpoint_folder))
-    step = manager.latest_step() if step is None else step
-    if step is None:
-        raise UserError(f"{manager.folder} {_why_no_checkpoint(manager.folder)}")
-    manager.expect_one_file(step)
-    try:
-        config = ModelConfig(**manager.meta(step)["model"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(
-            f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"
-        ) from None
-    check_size_before_building(config, manager.folder / f"model_step_{step}.safetensors")
-    model = GPTOSS(config)
-    meta = manager.load(model, step)
-    return model.to(device).eval(), meta

@@ -16,6 +16,8 @@ from shared_data.console import progress, say
 from shared_data.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gpt_oss_lite.training.checkpoint import CheckpointManager
 
 app = typer.Typer(help="List, verify, delete, compare and consolidate the checkpoints of a run.", no_args_is_help=True)
@@ -49,7 +51,7 @@ def _manager(run: Path) -> "CheckpointManager":
 def _locked(manager: "CheckpointManager") -> AbstractContextManager[None]:
     """Hold the run that the checkpoints are of: none may be training in it."""
     from gpt_oss_lite.training.checkpoint import CHECKPOINTS
-    from gpt_oss_lite.training.run_folder import locked
+    from gpt_oss_lite.training.run_lock import locked
 
     folder = manager.folder
     return locked(folder.parent if folder.name == CHECKPOINTS else folder)
@@ -130,8 +132,7 @@ def consolidate(
         int | None, typer.Option(min=0, help="Step to make one file of. Default: the newest complete one.")
     ] = None,
 ) -> None:
-    """Make the single-file form of a checkpoint that a sharded model's ranks wrote: what generate, eval and export
-    read."""
+    """Make the single-file form of a checkpoint that a sharded model's ranks wrote."""
     from gpt_oss_lite.training.sharded import consolidate as make_one
 
     manager = _manager(run)
@@ -157,17 +158,17 @@ def diff(
     as_json: AsJson = False,
 ) -> int:
     """Compare two checkpoints: weights tensor by tensor, and what their metas say. Exit code 1 if they differ."""
+    from gpt_oss_lite.training.weights import read_weights
+
     ours = _manager(run)
     theirs = ours if other is None else _manager(other)
     metas = ours.verify(first), theirs.verify(second)
-    for manager, step in ((ours, first), (theirs, second)):
-        manager.expect_one_file(step)
     fields = {
         key: [meta.get(key) for meta in metas]
         for key in sorted(metas[0].keys() | metas[1].keys())
         if key not in ("files", "step") and metas[0].get(key) != metas[1].get(key)
     }
-    tensors = compare_tensors(ours.files(first)[0], theirs.files(second)[0])
+    tensors = compare_tensors(read_weights(ours, first), read_weights(theirs, second))
     if as_json:
         print_json({"meta": fields, "tensors": tensors})
     else:
@@ -179,23 +180,20 @@ def diff(
     return 1 if fields or tensors else 0
 
 
-def compare_tensors(first: Path, second: Path) -> dict[str, str]:
-    """What differs between two safetensors files, by tensor; tensors that are bitwise equal are left out."""
+def compare_tensors(first: dict[str, "Tensor"], second: dict[str, "Tensor"]) -> dict[str, str]:
+    """What differs between two sets of tensors, by name; tensors that are bitwise equal are left out."""
     import torch
-    from safetensors import safe_open
 
     found = {}
-    with safe_open(first, "pt") as a, safe_open(second, "pt") as b:
-        names = set(a.keys()), set(b.keys())
-        for name in sorted(names[0] | names[1]):
-            if name not in names[0] or name not in names[1]:
-                found[name] = f"only in {second if name in names[1] else first}"
-                continue
-            x, y = a.get_tensor(name), b.get_tensor(name)
-            if x.shape != y.shape or x.dtype != y.dtype:
-                found[name] = f"{tuple(x.shape)} {x.dtype} -> {tuple(y.shape)} {y.dtype}"
-            elif not torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)):
-                change = (y.double() - x.double()).abs()
-                relative = float(change.norm() / x.double().norm().clamp_min(1e-300))
-                found[name] = f"largest change {float(change.max()):.3g}, relative norm {relative:.3g}"
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second:
+            found[name] = f"only in the {'second' if name in second else 'first'}"
+            continue
+        x, y = first[name], second[name]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            found[name] = f"{tuple(x.shape)} {x.dtype} -> {tuple(y.shape)} {y.dtype}"
+        elif not torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)):
+            change = (y.double() - x.double()).abs()
+            relative = float(change.norm() / x.double().norm().clamp_min(1e-300))
+            found[name] = f"largest change {float(change.max()):.3g}, relative norm {relative:.3g}"
     return found

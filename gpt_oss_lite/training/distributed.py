@@ -35,6 +35,8 @@ FAULT_KEYS = ("exception_dump", "remote_error")
 # That group ends its process four times this long after an operation failed (ProcessGroupNCCL.cpp), 60 s by default,
 # without a word of which rank is missing; `liveness` is to have named it by then.
 NCCL_PATIENCE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+# Set to "True" where torchrun hosts the ranks' store (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 WAIT_PIECE = timedelta(seconds=20)
 
 
@@ -202,7 +204,8 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     store = _fresh_store(rank, size)
     group = {"store": store, "rank": rank, "world_size": size}
     distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device, **group)
-    liveness = Liveness(store.clone(), rank, size, timeout_s)
+    of_launcher = os.environ.get(AGENT_STORE) == str(True)
+    liveness = Liveness(store.clone(), rank, size, timeout_s, of_launcher)
     liveness.start()
     try:
         yield Ranks(rank, size, local_rank, store, liveness)

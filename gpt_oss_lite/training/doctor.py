@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -55,13 +55,16 @@ def doctor(
     as_json: AsJson = False,
 ) -> int:
     """Look at machine, disk, memory, corpus, recipe and clock before a long run. Exit code 1 if it would be lost."""
+    from gpt_oss_lite.training.run_folder import is_a_runs_own
+
     recipe = load_recipe(config, overrides or [])
+    unread = unread_keys(recipe, ranks, overrides or [], is_a_runs_own(config))
     findings = []
-    for finding in examine(recipe, out, max_steps, ranks):
+    for finding in examine(recipe, out, max_steps, ranks, unread):
         findings.append(finding)
         if not as_json:
             print(f"{MARKS[finding.state]} {finding.check}: {finding.text}", flush=True)
-    fatal = [finding.check for finding in findings if finding.state == FATAL]
+    fatal = list(dict.fromkeys(finding.check for finding in findings if finding.state == FATAL))
     if as_json:
         print_json({"ready": not fatal, "findings": [asdict(finding) for finding in findings]})
     else:
@@ -69,14 +72,17 @@ def doctor(
     return 1 if fatal else 0
 
 
-def examine(recipe: Recipe, out: Path, max_steps: int | None, ranks: int = 1) -> Iterator[Finding]:
-    """All findings, in the order of the checks; of one of several GPUs where there are more ranks."""
+def examine(
+    recipe: Recipe, out: Path, max_steps: int | None, ranks: int = 1, unread: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """All findings, in the order of the checks; of one of several GPUs where there are more ranks. `unread` has what
+    `unread_keys` says."""
     yield from _guarded("machine", machine)
     yield from _guarded("driver", driver)
     yield from _guarded("clock", lambda: clock(out))
     stop_step = max_steps or recipe.training.total_steps
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "config": lambda: settings(recipe, stop_step, ranks),
+        "config": lambda: settings(recipe, stop_step, ranks, unread),
         "corpus": lambda: corpus(recipe, stop_step),
         "disk": lambda: disk(recipe, out, stop_step),
         "memory": lambda: memory(recipe, ranks),
@@ -159,7 +165,7 @@ def clock(out: Path) -> Iterator[Finding]:
         yield Finding("clock", GOOD, text)
 
 
-def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
+def settings(recipe: Recipe, stop_step: int, ranks: int, unread: Sequence[str]) -> Iterator[Finding]:
     """Keys that are allowed and yet would lose a run, or much of it."""
     import torch
 
@@ -185,7 +191,7 @@ def settings(recipe: Recipe, stop_step: int, ranks: int) -> Iterator[Finding]:
     if (workers := training.num_workers) > (cores := len(os.sched_getaffinity(0))):
         text = f"training.num_workers is {workers}: more loader workers than the machine has cores ({cores})"
         yield Finding("config", NOTICE, text)
-    for line in unread_keys(recipe, ranks):
+    for line in unread:
         yield Finding("config", NOTICE, line)
     check_fp8(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -12,8 +12,6 @@ the logits' D terms. The hidden states' gradient has V, most of them tiny beside
 Shapes: C tokens of a chunk, D width, V vocabulary rows.
 """
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -34,21 +32,23 @@ def check_fp8(recipe: Recipe, device: torch.device) -> None:
     """Refuse `training.fp8_head` and `model.moe_dispatch: grouped_fp8` on a device without such products.
 
     Raises:
-        UserError: the device is no GPU, or one that has not those of the key that is set.
+        UserError: the device is no GPU, or one that has not those of a key that is set; the line has every such key.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    refused = []
     if recipe.training.fp8_head and capability < HEAD_CAPABILITY:
-        _refuse("training.fp8_head is true", device, "8.9 or later (Ada, Hopper)", "false")
+        refused.append(_needs("training.fp8_head is true", "8.9 or later (Ada, Hopper)", "false"))
     if recipe.model.moe_dispatch == "grouped_fp8" and capability != EXPERTS_CAPABILITY:
-        _refuse("model.moe_dispatch is grouped_fp8", device, "9.0 (Hopper)", "auto")
+        refused.append(_needs("model.moe_dispatch is grouped_fp8", "9.0 (Hopper)", "auto"))
+    if refused:
+        there = f"the device is {device.type}"
+        if device.type == "cuda":
+            there = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+        raise UserError(f"{there}; {'; '.join(refused)}")
 
 
-def _refuse(chosen: str, device: torch.device, allowed: str, instead: str) -> NoReturn:
-    there = f"the device is {device.type}"
-    if device.type == "cuda":
-        has = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        there = f"{torch.cuda.get_device_name(device)} has {has}"
-    raise UserError(f"{chosen}, and {there}: it needs a GPU of compute capability {allowed}; set it to {instead}")
+def _needs(chosen: str, allowed: str, instead: str) -> str:
+    return f"{chosen}: it needs a GPU of compute capability {allowed}, set it to {instead}"
 
 
 def _quantized(x_ND: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,12 +21,11 @@ from shared_data.console import count_of
 from shared_data.errors import UserError
 
 if TYPE_CHECKING:
-    from gpt_oss_lite.training.memory import MemoryEstimate, Setting
+    from gpt_oss_lite.training.memory import MemoryEstimate
+    from gpt_oss_lite.training.setting import Setting
 
 LADDER = ("pretrain_150m", "pretrain_a100_502m", "pretrain_1_5b", "pretrain_7b")
 """Shipped recipes from the smallest to the largest."""
-HEADROOM = 0.95
-"""Share of a GPU's memory that an estimate may fill: it was 3 % off at worst, without the buffers of NCCL."""
 ABOUT_AS_FAST = 1.05
 """A layout may take so many times the fastest one's hours if it needs fewer GPUs."""
 MAX_RESTARTS = 3
@@ -52,6 +51,8 @@ class Proposal:
     """Micro-batches of a step on each GPU."""
     grad_checkpoint_every: int | None
     """Every n-th block is recomputed; None: none."""
+    recipe_setting: str
+    """How micro-batches, recomputing and chunk compare with the recipe's own, and what decides."""
     tokens_per_s: float
     """Of all GPUs."""
     mfu: float
@@ -133,7 +134,7 @@ def layouts(name: str, cluster: Cluster) -> Iterator[Proposal]:
     for ranks in usable_ranks(recipe.training.windows_per_step, cluster.gpus, cluster.gpus_per_node):
         for parallelism in PARALLELISM if ranks > 1 else PARALLELISM[:1]:
             layout = Layout(ranks, parallelism)
-            found = fastest_that_fits(recipe, int(HEADROOM * cluster.memory_gb * 1e9), layout)
+            found = fastest_that_fits(recipe, int(cluster.memory_gb * 1e9), layout)
             if found is not None:
                 yield _proposal(recipe, name, cluster, layout, *found)
 
@@ -142,7 +143,7 @@ def _proposal(
     recipe: Recipe, name: str, cluster: Cluster, layout: Layout, setting: "Setting", estimate: "MemoryEstimate"
 ) -> Proposal:
     from gpt_oss_lite.training.flops import mfu
-    from gpt_oss_lite.training.memory import meta_model
+    from gpt_oss_lite.training.memory import beside_the_recipe, meta_model
     from gpt_oss_lite.training.scaling import step_time
 
     model, time = meta_model(recipe.model), step_time(recipe, setting, layout, cluster)
@@ -162,6 +163,7 @@ def _proposal(
         micro_batch_size=setting.micro_batch_size,
         accumulation=setting.gradient_accumulation_steps // layout.ranks,
         grad_checkpoint_every=setting.grad_checkpoint_every,
+        recipe_setting=beside_the_recipe(recipe, setting, int(cluster.memory_gb * 1e9), layout),
         tokens_per_s=tokens_per_s,
         mfu=share,
         exposed_share=time.exposed / time.total,
@@ -188,6 +190,8 @@ def describe_proposal(proposal: Proposal, cluster: Cluster) -> Iterator[str]:
         f"step       {proposal.windows} windows: micro-batch {proposal.micro_batch_size} x accumulation "
         f"{proposal.accumulation} on each GPU, {blocks}"
     )
+    for line in proposal.recipe_setting.splitlines():
+        yield f"           {line}"
     yield (
         f"speed      {proposal.tokens_per_s:,.0f} tokens/s, {proposal.mfu:.1%} MFU; {proposal.exposed_share:.1%} of a "
         "step is exchange that nothing hides"

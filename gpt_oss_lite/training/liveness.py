@@ -29,6 +29,7 @@ _START_FIELD = 22 - 3
 PAUSE_FOR_THE_FAILED_S = 5.0
 # What a first rank that failed gives the others to read so.
 LAST_WAIT_S = 3.0
+GO_ON = "Its newest checkpoint is whole: go on with --auto-resume, which torchrun --max-restarts does by itself"
 
 
 class Liveness:
@@ -42,19 +43,29 @@ class Liveness:
         rank: of this process.
         size: number of ranks.
         timeout_s: a missing rank ends the job within so many seconds.
+        store_of_launcher: whether the launcher hosts the store; else rank 0 does.
     """
 
-    def __init__(self, store: "distributed.Store", rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: "distributed.Store", rank: int, size: int, timeout_s: float, store_of_launcher: bool
+    ) -> None:
         self._store, self._rank, self._size, self._watched = store, rank, size, (rank + 1) % size
+        self._store_of_launcher = store_of_launcher
+        self._first: dict[str, Any] = {}
+        """Rank 0, as soon as it is known."""
         self._tick_s = min(LONGEST_TICK_S, timeout_s / 20)
         self._silence_s = SILENCE_SHARE * timeout_s
-        self._over = threading.Event()
+        self._answered_at = time.monotonic()
+        """When the store last answered all that was asked of it, or may be silent until."""
+        self._over, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._guard = threading.Thread(target=self._guard_the_store, name="liveness of the store", daemon=True)
 
     def start(self) -> None:
         """Give the first sign of life, and begin to watch."""
         self._store.set(f"who/{self._rank}", json.dumps(_myself()))
         self._thread.start()
+        self._guard.start()
 
     def leave(self, failed: bool = False) -> None:
         """This rank is done: its silence means nothing from now on. The first rank, which may host the store, leaves
@@ -67,6 +78,7 @@ class Liveness:
             return
         self._over.set()
         self._thread.join()
+        self._answered_at = time.monotonic() + self._silence_s  # the first rank may wait as long for the others
         # A store that has gone with its launcher has no reader left, and ranks that do not leave are ended by others.
         with contextlib.suppress(RuntimeError):
             if failed:
@@ -76,6 +88,7 @@ class Liveness:
             if self._rank == 0:
                 others = [f"left/{rank}" for rank in range(1, self._size)]
                 self._store.wait(others, timedelta(seconds=LAST_WAIT_S if failed else self._silence_s))
+        self._left.set()
 
     def wait_for_verdict(self) -> None:
         """An operation broke, so some rank is missing: give the watchers the time to name it, which ends this
@@ -90,6 +103,9 @@ class Liveness:
                 beat += 1
                 self._store.set(f"beat/{self._rank}", str(beat))
                 self._end_if_accused()
+                self._answered_at = time.monotonic()
+                if not self._first and self._store.check(["who/0"]):
+                    self._first = json.loads(self._store.get("who/0"))
                 if self._store.check([f"left/{self._watched}"]):
                     continue
                 if who is None and self._store.check([f"who/{self._watched}", f"beat/{self._watched}"]):
@@ -104,12 +120,31 @@ class Liveness:
                         self._end_the_job(who, "was killed or died")
                 elif now - seen_at > self._silence_s:
                     self._end_the_job(who or {}, f"gave no sign of life for {now - seen_at:.0f} s: stopped or hung")
-            except RuntimeError as error:  # of the store: its host, the launcher or the first rank, is gone
+            except RuntimeError as error:  # of the store
                 if self._over.is_set():
                     return
-                reason = str(error).splitlines()[0][:200]
-                complain(f"error: the launcher or rank 0, which hosts the ranks' store, is gone ({reason})")
-                os._exit(EXIT_FAILED)
+                self._end_without_the_store(str(error).splitlines()[0][:200])
+
+    def _guard_the_store(self) -> None:
+        """PyTorch's store waits for its host without a time-out in most of what it does, so another thread does not."""
+        last_tick = time.monotonic()
+        while not self._left.wait(self._tick_s):
+            now = time.monotonic()
+            if now - last_tick > self._silence_s / 2:  # after a pause of our own, ask again
+                self._answered_at = now
+            last_tick = now
+            if now - self._answered_at > self._silence_s:
+                self._end_without_the_store(f"no answer for {now - self._answered_at:.0f} s")
+
+    def _end_without_the_store(self, reason: str) -> None:
+        """The store's host is gone or stands still: every rank finds that by itself, and can tell no other."""
+        host = "the launcher" if self._store_of_launcher else f"rank 0{_place(self._first)}"
+        complain(
+            f"error: {host}, which hosts the ranks' store, was killed, died or hangs ({reason}); the job ends. {GO_ON}"
+        )
+        if not self._store_of_launcher:
+            _kill(self._first)
+        os._exit(EXIT_FAILED)
 
     def _end_if_accused(self) -> None:
         """End this process when another rank has been found missing; kill that one if it lies stopped on this host."""
@@ -122,11 +157,7 @@ class Liveness:
         os._exit(EXIT_FAILED)
 
     def _end_the_job(self, who: dict[str, Any], what: str) -> None:
-        place = f" (pid {who['pid']} on {who['host']})" if who else ""
-        complain(
-            f"error: rank {self._watched}{place} {what}; the job ends. Its newest checkpoint is whole: go on with "
-            "--auto-resume, which torchrun --max-restarts does by itself"
-        )
+        complain(f"error: rank {self._watched}{_place(who)} {what}; the job ends. {GO_ON}")
         self._accuse(who)
         _kill(who)
         time.sleep(2 * self._tick_s)  # for the others to read it
@@ -135,6 +166,10 @@ class Liveness:
     def _accuse(self, who: dict[str, Any]) -> None:
         """Let all ranks end: a process is missing, or, where it is unknown, one has failed and said so itself."""
         self._store.set("missing", json.dumps(who))
+
+
+def _place(who: dict[str, Any]) -> str:
+    return f" (pid {who['pid']} on {who['host']})" if who else ""
 
 
 def _myself() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """How much device memory a training step needs, item by item, before anything is allocated.
 
-The peak of a step lies between forward and backward: parameters with their gradients and moments, what every block has
-saved for its backward pass, and on top of it the head with one chunk of logits. A block's own backward pass comes
-later, when the chunk is gone, and counts only where it is the larger of the two. There is no KV cache in training.
+The peak of a step is in one of two places: between forward and backward pass, where on top of parameters, gradients,
+moments and all that the blocks have saved lies the head with one chunk of logits; or in the backward pass of the last
+block, when the chunk is gone. The estimate is the larger of the two. There is no KV cache in training.
 
 Several GPUs: the estimate is of one of them. Replicas (DDP) keep all of the state; under FSDP each rank keeps its share
 and gathers a block's weights when it needs them (Zhao et al., 2023); ranks that share a layer's routed experts keep
@@ -25,6 +25,7 @@ from gpt_oss_lite.model.transformer import DTYPES, GPTOSS, ROUTED
 from gpt_oss_lite.training.layout import ONE_GPU, Layout
 from gpt_oss_lite.training.muon import STACK_BYTES, stacks
 from gpt_oss_lite.training.optimizer import muon_matrices
+from gpt_oss_lite.training.setting import Setting
 from shared_data.console import say
 
 FP32 = 4
@@ -35,27 +36,9 @@ CUDA_RUNTIME_BYTES = 96 * 2**20
 # Under FSDP, blocks whose weights are gathered at one time: the one at work and the next, which is fetched meanwhile.
 GATHERED_BLOCKS = 2
 
-
-class Setting(NamedTuple):
-    """How a recipe's step is cut to fit."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    """Micro-batches of a step, over all GPUs."""
-    grad_checkpoint_every: int | None
-    """Recompute every n-th block; None: none."""
-    loss_chunk_size: int
-
-    def overrides(self) -> list[str]:
-        """The setting as `--set` words."""
-        every = self.grad_checkpoint_every
-        return [
-            f"training.micro_batch_size={self.micro_batch_size}",
-            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
-            f"training.grad_checkpoint={'false' if every is None else 'true'}",
-            *([] if every is None else [f"training.grad_checkpoint_every={every}"]),
-            f"training.loss_chunk_size={self.loss_chunk_size}",
-        ]
+HEADROOM = 0.95
+"""Share of a GPU's memory that a proposed setting may fill by the estimate: it was 1 % too low at worst, and neither
+NCCL's buffers nor gaps between the allocator's blocks are in it."""
 
 
 @dataclass(frozen=True)
@@ -133,44 +116,63 @@ def _estimate(
     fused = _fused_halves(config, device_type)
     if layout.expert_ranks > 1:
         fused = fused._replace(moe=False)
-    # The fused path's copies of a recomputed block's weights go with its activations: those of one are there at a time.
-    copied = state.used - (max(recomputed - 1, 0) * state.block if fused.attention and fused.moe else 0)
     block_saved = tokens * _saved_bytes_per_token(config, compute, fused)
-    block_input = tokens * compute * config.d_model
+    stream = tokens * config.d_model * compute
+    kept_blocks = config.n_layers - recomputed
+    last_recomputed = every is not None and (config.n_layers - 1) % every == 0
+    copies_at_head = copies_in_block = state.used
+    if fused.attention and fused.moe:  # a block's copies go with its activations, the head's with its chunks
+        copies_at_head = kept_blocks * state.block + counts.outside
+        copies_in_block = (kept_blocks + last_recomputed) * state.block
 
     chunk_tokens = min(setting.loss_chunk_size, tokens)
-    head_chunk = _head_chunk_bytes(config, chunk_tokens, compute, fused, fp8_head)
     head_weight_gradient = config.embedding_rows * config.d_model * FP32
-    hidden_gradient = tokens * config.d_model * compute
-    # A block's backward pass holds about one gradient for each saved element, and its saved elements where recomputed.
-    block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + (block_saved if recomputed else 0)
-    block_backward += FP32 * state.sent
-    # The gradient of a shared-out embedding is whole until the end of the pass; otherwise it is among the gradients.
-    head_gone = head_chunk + hidden_gradient + (0 if layout.fully_sharded else head_weight_gradient)
+    # The last block's backward pass holds about one gradient for each saved element, and where it is recomputed these
+    # too. A recomputed block before it comes when the last one's are gone.
+    block_backward = tokens * _backward_bytes_per_token(config, compute, fused) + last_recomputed * block_saved
+    # A tied head's gradient waits for the embedding's, and that of shared-out weights for the end of the pass.
+    waiting = head_weight_gradient if config.tie_embeddings or layout.fully_sharded else 0
     exchanged = 2 * tokens * config.experts_per_token * config.d_model * compute if layout.expert_ranks > 1 else 0
 
-    held = {
+    saved = {
+        f"saved activations ({kept_blocks} blocks)": kept_blocks * block_saved,
+        f"inputs of {recomputed} recomputed blocks": recomputed * stream,
+        "rows between the experts' ranks": exchanged,
+    }
+    copies = f"weights in {config.dtype} for the products"
+    at_head = {
+        copies: compute * copies_at_head if compute != FP32 else 0,
+        "gathered weights: embedding (fp32)": FP32 * counts.outside if layout.fully_sharded else 0,
+        **saved,
+        "final norm: input and output": 2 * stream,
+        f"head: chunk of {chunk_tokens:,} tokens": _head_chunk_bytes(config, chunk_tokens, compute, fused, fp8_head),
+        "head: gradients of weight and hidden states": head_weight_gradient + stream,
+    }
+    in_block = {
+        copies: compute * copies_in_block if compute != FP32 else 0,
+        "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
+        **saved,
+        "head: gradient of weight": waiting,
+        "backward pass of the last block": block_backward,
+        "a block's gradients on their way to their ranks (fp32)": FP32 * state.sent,
+        "a block's gradients before they are added (fp32)": FP32 * state.block if device_type == "cuda" else 0,
+    }
+    passes = max(at_head, in_block, key=lambda items: sum(items.values()))
+    stack = STACK_BYTES * counts.stack if state.momenta else 0
+    updating = {"Muon's stack beyond the passes' own": max(0, stack - sum(passes.values()))}
+    items = {**_held(state, device_type), **passes, **updating}
+    return MemoryEstimate({name: size for name, size in items.items() if size})
+
+
+def _held(state: "_StateElements", device_type: str) -> dict[str, int]:
+    """What is there all the time."""
+    return {
         "weights (fp32)": FP32 * state.kept,
         "gradients (fp32)": FP32 * state.kept,
         "AdamW moments (2 x fp32)": 2 * FP32 * (state.kept - state.momenta),
         "Muon momentum (fp32)": FP32 * state.momenta,
         "runtime": CUDA_RUNTIME_BYTES if device_type == "cuda" else 0,
     }
-    passes = {
-        f"weights in {config.dtype} for the products": compute * copied if compute != FP32 else 0,
-        "gathered weights: embedding and two blocks (fp32)": FP32 * state.gathered,
-        f"saved activations ({config.n_layers - recomputed} blocks)": (config.n_layers - recomputed) * block_saved,
-        f"inputs of {recomputed} recomputed blocks": recomputed * block_input,
-        f"head: chunk of {chunk_tokens:,} tokens": head_chunk,
-        "head: gradients of weight and hidden states": head_weight_gradient + hidden_gradient,
-        "backward pass of a block beyond the head's": max(0, block_backward - head_gone),
-        "rows between the experts' ranks": exchanged,
-        "a block's gradients before they are added (fp32)": FP32 * state.block if device_type == "cuda" else 0,
-    }
-    stack = STACK_BYTES * counts.stack if state.momenta else 0
-    updating = {"Muon's stack beyond the passes' own": max(0, stack - sum(passes.values()))}
-    items = {**held, **passes, **updating}
-    return MemoryEstimate({name: size for name, size in items.items() if size})
 
 
 def _head_chunk_bytes(
@@ -296,11 +298,11 @@ def fastest_that_fits(
     """The setting with the recipe's windows per step that is fastest within a memory, by the estimate.
 
     As measured on an H200 (docs/performance.md), recomputing costs more than small micro-batches, and those more than
-    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be.
+    small chunks; so as little is recomputed as possible, then the micro-batch is as large as it can be, then the chunk.
 
     Args:
         recipe: its windows per step are shared by the GPUs, each of which gets as many.
-        available_bytes: of each GPU.
+        available_bytes: of each GPU; the estimate may fill HEADROOM of it.
         layout: how several GPUs share the state.
 
     Returns:
@@ -317,9 +319,22 @@ def fastest_that_fits(
                 estimate = _estimate(
                     recipe.model, counts, setting, recipe.model.max_seq_len, "cuda", recipe.training.fp8_head, layout
                 )
-                if estimate.total_bytes <= available_bytes:
+                if estimate.total_bytes <= HEADROOM * available_bytes:
                     return setting, estimate
     return None
+
+
+def beside_the_recipe(recipe: Recipe, setting: Setting, available_bytes: int, layout: Layout = ONE_GPU) -> str:
+    """A setting of `fastest_that_fits` held against the recipe's own; where they differ, a second line says why."""
+    own = Setting.of(recipe)
+    if own == setting:
+        return "as the recipe has it"
+    need = estimate_recipe(recipe, layout=layout).total_bytes
+    fits = "fits too" if need <= HEADROOM * available_bytes else "does not fit"
+    return (
+        f"the recipe has {own.words()}: {need / 1e9:.1f} GB, {fits}\n"
+        f"chosen: least recomputed, then largest micro-batch, then largest chunk, in {HEADROOM:.0%} of the memory"
+    )
 
 
 def _saved_bytes_per_token(config: ModelConfig, compute: int, fused: _FusedHalves) -> int:

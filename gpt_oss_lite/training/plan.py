@@ -25,12 +25,13 @@ from gpt_oss_lite.training.run_folder import (
     check_corpus_unchanged,
     check_recipe_unchanged,
     choose_run_folder,
+    is_a_runs_own,
     mend_run_files,
     resume_step,
 )
 from gpt_oss_lite.training.seeding import check_seed
-from gpt_oss_lite.training.snapshot import check_weights_fit
 from gpt_oss_lite.training.trackers import check_trackers
+from gpt_oss_lite.training.weights import check_weights_fit
 from shared_data.console import say
 from shared_data.errors import UserError
 
@@ -115,7 +116,7 @@ def plan_run(options: PretrainOptions, ranks: Ranks | None = None) -> Plan:
         check_corpus_unchanged(folder, corpus, options.allow_changed)
     elif options.init_from is not None:
         _check_init_from(options.init_from, recipe)
-    for line in unread_keys(recipe, ranks.size):
+    for line in unread_keys(recipe, ranks.size, options.overrides, is_a_runs_own(options.config)):
         say(f"warning: {line}")
     check_room(folder, recipe, options.max_steps)
     check_ram(recipe, ranks)
@@ -227,8 +228,7 @@ def _check_init_from(init_from: Path, recipe: Recipe) -> None:
     step = source.latest_step()
     if step is None:
         raise UserError(f"--init-from {init_from}: there is no complete checkpoint")
-    source.expect_one_file(step)
-    check_weights_fit(meta_model(recipe.model), source.folder / f"model_step_{step}.safetensors")
+    check_weights_fit(meta_model(recipe.model), source, step)
 
 
 def validation_path(recipe: Recipe, dataset: PretrainDataset) -> Path | None:

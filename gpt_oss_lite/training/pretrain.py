@@ -38,19 +38,19 @@ from gpt_oss_lite.training.optimizer import update_unless
 from gpt_oss_lite.training.out_of_memory import report_out_of_memory
 from gpt_oss_lite.training.plan import Plan, PretrainOptions, follow_plan, plan_run, words_of_plan
 from gpt_oss_lite.training.run import Run, open_run, restore_checkpoint, restore_start
-from gpt_oss_lite.training.run_folder import CONFIG_NAME, locked, words_to_go_on
+from gpt_oss_lite.training.run_folder import CONFIG_NAME, words_to_go_on
+from gpt_oss_lite.training.run_lock import locked
 from gpt_oss_lite.training.run_saves import report_end_of_saving, report_saves, save, wait_for_last_save
 from gpt_oss_lite.training.spikes import Spike
 from gpt_oss_lite.training.stop import AgreedStop, StopRequest
 from gpt_oss_lite.training.stream import MicroBatch, next_micro_batches
-from shared_data.console import EXIT_FAILED, ProgressReporter, count_of, progress, say
+from shared_data.console import EXIT_FAILED, EXIT_KEYBOARD, ProgressReporter, count_of, progress, say
 
 __all__ = ["EXIT_DONE", "EXIT_NAN_GUARD", "EXIT_STOPPED", "PretrainOptions", "pretrain"]
 
 EXIT_DONE = 0
 EXIT_STOPPED = 3
 EXIT_NAN_GUARD = 4
-EXIT_KEYBOARD = 130
 
 
 def pretrain(options: PretrainOptions) -> int:

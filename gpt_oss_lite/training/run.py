@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt_oss_lite.config import ModelConfig, Recipe
+from gpt_oss_lite.config import ModelConfig, Recipe, TrainingConfig
 from gpt_oss_lite.model.fused.block import why_not_fused_attention, why_not_fused_moe
 from gpt_oss_lite.model.transformer import GPTOSS, describe_parameters
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
@@ -36,6 +36,7 @@ from gpt_oss_lite.training.run_folder import (
     run_files,
     versions,
 )
+from gpt_oss_lite.training.run_lock import this_process
 from gpt_oss_lite.training.saving import Saver, Waited
 from gpt_oss_lite.training.seeding import fresh_seed, seed_everything
 from gpt_oss_lite.training.snapshot import set_weights
@@ -210,10 +211,9 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     counted = meta_model(recipe.model)  # whole, also where this rank holds only a part
     say(describe_parameters(counted))
     layout = layout_of(training, run.ranks.size)
-    if run.device.type == "cuda":  # elsewhere nothing is fused, and the switches are without effect
-        reasons = fallbacks(recipe.model, layout, run.device)
-        for half, reason in zip(("attention", "experts"), reasons, strict=True):
-            say(f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}"))
+    for line in describe_paths(training, run.device, fallbacks(recipe.model, layout, run.device)):
+        say(line)
+    if run.device.type == "cuda":  # elsewhere the switches are without effect
         say("[knobs] " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
     tokens = run.windows_per_step * recipe.model.max_seq_len
     size = f"{run.dataset.total_tokens:,} tokens, {len(run.dataset):,} windows"
@@ -224,7 +224,26 @@ def _announce(run: Run, knobs: dict[str, Any]) -> dict[str, Any]:
     estimate = estimate_recipe(recipe, device_type=run.device.type, layout=layout)
     say(f"[memory] a step is estimated at {estimate.total_gb:.2f} GB")
     assert_fits_in_available_gpu(estimate)
-    return {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
+    facts = {"stop_step": run.stop_step, "knobs": knobs, "versions": versions(), "estimate_gb": estimate.total_gb}
+    return {**facts, "process": this_process()}
+
+
+def describe_paths(
+    training: TrainingConfig, device: torch.device, reasons: tuple[str | None, str | None]
+) -> Iterator[str]:
+    """Which halves of a block are fused on a GPU, and why training.compile is without effect where it is.
+
+    Args:
+        reasons: of `fallbacks`.
+    """
+    halves = dict(zip(("attention", "experts"), reasons, strict=True))
+    if device.type == "cuda":  # elsewhere nothing is fused
+        for half, reason in halves.items():
+            yield f"[model] {half}: " + ("fused" if reason is None else f"not fused, since {reason}")
+    fused = " and ".join(half for half, reason in halves.items() if reason is None)
+    if training.compile and (fused or device.type != "cuda"):
+        why = f"{fused} on fused kernels, and only a model without any is compiled" if fused else "there is no GPU"
+        yield f"[model] training.compile is true, without effect: {why}"
 
 
 def fallbacks(config: ModelConfig, layout: Layout, device: torch.device) -> tuple[str | None, str | None]:

@@ -5,15 +5,11 @@ RUN/run.json        seed, corpus, what the weights were started from, versions
 RUN/metrics.jsonl   RUN/events.jsonl   RUN/checkpoints/
 """
 
-import fcntl
 import glob
 import hashlib
 import json
-import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ import gpt_oss_lite
 from gpt_oss_lite.config import Recipe
 from gpt_oss_lite.config.recipe import dump_recipe, load_recipe
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, digest_of
+from gpt_oss_lite.training.run_lock import LOCK_NAME
 from shared_data.console import say
 from shared_data.errors import UserError
 from shared_data.files import TEMPORARY_SUFFIX, sha256_file, write_atomic
@@ -33,8 +30,6 @@ from shared_data.yaml_files import check_config, parse_yaml
 RUNS = Path("runs")
 CONFIG_NAME = "config.yaml"
 RECORD_NAME = "run.json"
-
-LOCK_NAME = ".lock"
 # What a run that was killed before it was recorded may have left: the folder counts as empty.
 START_FILES = {LOCK_NAME, CONFIG_NAME, CONFIG_NAME + TEMPORARY_SUFFIX, RECORD_NAME + TEMPORARY_SUFFIX}
 
@@ -69,7 +64,7 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     Raises:
         UserError: --out holds a run and nothing says to go on with it, or no folder is named or found to go on in.
     """
-    if out is None and resume.wanted and config.name == CONFIG_NAME and _holds_run(config.parent):
+    if out is None and resume.wanted and is_a_runs_own(config):
         out = config.parent
     if out is None:
         numbered = _numbered_runs(config.stem)
@@ -88,6 +83,11 @@ def choose_run_folder(config: Path, out: Path | None, resume: ResumeRequest) -> 
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - START_FILES):
         raise UserError(f"{out} is not an empty folder, and holds no run; choose another --out")
     return out, False
+
+
+def is_a_runs_own(config: Path) -> bool:
+    """Whether a recipe's file is the one that a run has recorded."""
+    return config.name == CONFIG_NAME and _holds_run(config.parent)
 
 
 def _holds_run(folder: Path) -> bool:
@@ -261,23 +261,3 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run's folder: two processes in one run would tear its checkpoints.
-
-    The lock is POSIX's: it goes with the process, however that dies, and loader workers do not inherit it.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_NAME, "w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{folder}: another process is training in this run") from None
-        file.write(str(os.getpid()))
-        file.flush()
-        yield

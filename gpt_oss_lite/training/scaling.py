@@ -13,7 +13,8 @@ from gpt_oss_lite.config import ModelConfig, Recipe
 from gpt_oss_lite.training.cluster import Cluster
 from gpt_oss_lite.training.flops import flops_per_token
 from gpt_oss_lite.training.layout import Layout
-from gpt_oss_lite.training.memory import FP32, Setting, meta_model
+from gpt_oss_lite.training.memory import FP32, meta_model
+from gpt_oss_lite.training.setting import Setting
 
 # configs/pretrain_h200_502m.yaml on an H200: 286,000 tokens/s.
 MEASURED_MFU = 0.464

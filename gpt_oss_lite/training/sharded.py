@@ -32,7 +32,14 @@ from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
 from gpt_oss_lite.training.seeding import capture_rng
-from gpt_oss_lite.training.snapshot import Snapshot, applying, read_tensors, set_optimizer_state, whole_shapes
+from gpt_oss_lite.training.snapshot import (
+    DamagedCheckpoint,
+    Snapshot,
+    applying,
+    read_tensors,
+    set_optimizer_state,
+    whole_shapes,
+)
 from shared_data.console import describe
 from shared_data.errors import UserError
 from shared_data.files import fsync_folder, sha256_file
@@ -124,25 +131,53 @@ def _empty(folder: Path) -> None:
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors, whole ones or a rank's shards of them, in place from what any number of ranks wrote."""
+    """Read tensors, whole ones or a rank's shards of them, in place from what any number of ranks wrote.
+
+    Raises:
+        DamagedCheckpoint: they are not there.
+    """
     from torch.distributed import checkpoint as dcp
 
     # Without a process group each process plans and reads for itself: only its own part of each tensor.
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # it says just that
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        try:
+            dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except dcp.CheckpointException as failure:
+            error: Any = next(iter(failure.failures.values()))[0]
+            if isinstance(error, OSError):  # of the disk, not of what is on it
+                raise error from None
+            raise DamagedCheckpoint(f"{folder} cannot be read: {describe(error)}") from None
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """The whole tensors that shards make up, on the meta device."""
+    """The whole tensors that shards make up, on the meta device.
+
+    Raises:
+        ValueError: they declare more than they hold, or do not make up whole tensors.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
-        for name, about in metadata.items()
-        if isinstance(about, TensorStorageMetadata)  # safetensors holds nothing else
-    }
+    tensors = {}
+    for name, about in metadata.items():
+        assert isinstance(about, TensorStorageMetadata)  # safetensors holds nothing else
+        _check_pieces(name, about.size, [(tuple(piece.offsets), tuple(piece.sizes)) for piece in about.chunks])
+        tensors[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+    declared = sum(tensor.nbytes for tensor in tensors.values())
+    there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if declared > there:
+        raise ValueError(f"tensors of {declared} bytes in files of {there}")
+    return tensors
+
+
+def _check_pieces(name: str, shape: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Hold offsets and sizes of a tensor's pieces, which divide its first dimension, against its shape."""
+    rows = 0
+    for offsets, sizes in sorted(pieces):
+        if offsets != (rows, *(0 for _ in shape[1:])) or sizes[1:] != shape[1:]:
+            raise ValueError(f"{name} has a piece {sizes} at {offsets}, where row {rows} of {shape} is to be")
+        rows += sizes[0]
 
 
 def save_shards(
@@ -206,7 +241,7 @@ def _check_shapes(folder: Path, tensors: Mapping[str, Tensor], others: set[str])
     for name in sorted(wanted.keys() | (weights - others)):
         found, here = there.get(name, "missing"), wanted.get(name, "missing")
         if found != here:
-            raise UserError(f"{folder} is of another model: {name} is {found} in the shards and {here} in the model")
+            raise UserError(f"{folder} is of another model: {name} is {found} there and {here} in the model")
 
 
 def _make_room(model: nn.Module, optimizer: Optimizer, counts: dict[str, dict[str, Tensor]]) -> None:
@@ -238,10 +273,12 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     remove_leftovers(manager)
     if not manager.is_sharded(step):
         return
-    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(folder).items()}
-    model = meta_model(ModelConfig(**meta["model"]))
+    with applying(folder):
+        tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(folder).items()}
+        model = meta_model(ModelConfig(**meta["model"]))
     _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
-    read_shards(folder, tensors)
+    with applying(folder):
+        read_shards(folder, tensors)
     counts, sched, rng = (read_tensors(manager.folder / file_name(kind, step)) for kind in SHARDED_KINDS)
     weights, state = {}, counts["state"]
     for name, tensor in sorted(tensors.items()):

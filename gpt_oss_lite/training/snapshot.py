@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.optimizer import moments_of
@@ -170,11 +169,9 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
         tensors = load_file(path)
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
-    for name, first in _tied_names(model).items():
-        if first in tensors:
-            tensors[name] = tensors[first]
-    _check_shapes(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
-    set_weights(model, tensors)
+    check_shapes(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
+    tied = {name: tensors[first] for name, first in _tied_names(model).items()}
+    set_weights(model, tensors | tied)
 
 
 def set_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -210,36 +207,12 @@ def placed_like(target: Tensor, value: Tensor) -> Tensor:
     return placed
 
 
-def check_weights_fit(model: nn.Module, path: Path) -> None:
-    """Compare the names and shapes in a file with a model's (which may be on the meta device), without reading weights.
-
-    Raises:
-        UserError: names the first tensor that differs.
-    """
-    shapes = _shapes_in(path)
-    for name, first in _tied_names(model).items():
-        if first in shapes:
-            shapes[name] = shapes[first]
-    _check_shapes(model, shapes, path)
-
-
-def check_size_before_building(config: ModelConfig, path: Path) -> None:
-    """Hold a config's size against the file's header, so that a forged one cannot ask for any amount of memory.
+def shapes_in_file(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a safetensors file's tensors by name, from its header.
 
     Raises:
         DamagedCheckpoint: the file cannot be read.
-        UserError: it is of another model.
     """
-    n_tensors = len(_shapes_in(path))
-    if config.n_layers * config.n_experts > n_tensors:
-        raise UserError(
-            f"{path} is of another model: it has {n_tensors} tensors, but its meta says {config.n_layers} layers of "
-            f"{config.n_experts} experts"
-        )
-    check_weights_fit(meta_model(config), path)
-
-
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
@@ -247,12 +220,18 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
 
 
-def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+def check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Compare shapes by name, a tied tensor's once, with those of all of a model, which may be on the meta device.
+
+    Raises:
+        UserError: names the first tensor that differs, and where they are from.
+    """
     expected = whole_shapes(model)
+    shapes = shapes | {name: shapes[first] for name, first in _tied_names(model).items() if first in shapes}
     for name in sorted(expected.keys() | shapes.keys()):
         there, here = shapes.get(name, "missing"), expected.get(name, "missing")
         if there != here:
-            raise UserError(f"{path} is of another model: {name} is {there} in the file and {here} in the model")
+            raise UserError(f"{path} is of another model: {name} is {there} there and {here} in the model")
 
 
 @contextmanager
@@ -260,9 +239,10 @@ def applying(path: Path) -> Iterator[None]:
     """What a file of ours holds is put to use inside; if it does not fit, the file is named."""
     try:
         yield
-    except DamagedCheckpoint:
+    except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError,
+            SafetensorError) as error:  # fmt: skip
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DamagedCheckpoint(f"{path} does not hold what a checkpoint of this model holds ({text})") from None
 

@@ -55,6 +55,34 @@ def test_the_line_says_key_value_and_what_is_allowed():
     assert unread_keys(recipe_of("training.muon_momentum=0.9"), ranks=1) == [MUON]
 
 
+WINDOWS = "training.eval_windows is 9, without effect: training.eval_interval is 0, it would have to be greater than 0"
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "said"),
+    [
+        (["eval_windows=9", "eval_interval=5"], ["training.eval_interval=0"], []),  # nobody is misled
+        (["eval_windows=9", "eval_interval=5"], ['training={"eval_interval": 0, "eval_windows": 9}'], [WINDOWS]),
+        (["eval_windows=9", "eval_interval=5"], ["training.eval_interval=0", "training.eval_windows=9"], [WINDOWS]),
+        (["eval_windows=9", "eval_interval=5"], ["training.eval_interval=0", "training.lr=1e-4"], []),
+        (["eval_interval=0"], ["training.eval_windows=9"], [WINDOWS]),
+        (["eval_interval=0", "eval_windows=9"], ["training.lr=1e-4"], [WINDOWS]),  # the file misleads
+    ],
+)
+def test_a_files_key_that_an_override_switches_off_is_not_named(tmp_path, in_file, overrides, said):
+    path = tmp_path / "mine.yaml"
+    text = "".join(f"  {setting.replace('=', ': ')}\n" for setting in in_file)
+    path.write_text(f"model: {{}}\ntraining:\n{text}data: {{train_data_path: corpus}}\n")
+    assert unread_keys(load_recipe(path, overrides), 1, overrides) == said
+
+
+def test_of_a_runs_own_file_only_what_is_set_anew_is_named():
+    """A run writes every key, also those that its own start had switched off."""
+    recipe = recipe_of("training.eval_windows=9", "training.muon_momentum=0.9")
+    assert unread_keys(recipe, 1, recorded=True) == []
+    assert unread_keys(recipe, 1, ["training.muon_momentum=0.9"], recorded=True) == [MUON]
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("aux_loss_scope", "ranks"), ("parallelism", "fsdp"), ("expert_parallel_size", "4"), ("gradient_bucket_mb", "50"),

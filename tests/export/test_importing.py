@@ -13,7 +13,7 @@ from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.export.hf import export_checkpoint
 from gpt_oss_lite.export.importing import import_checkpoint
 from gpt_oss_lite.inference.generate import generate
-from gpt_oss_lite.training.checkpoint import load_model
+from gpt_oss_lite.training.weights import load_model
 from shared_data.errors import UserError
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,

@@ -1,5 +1,6 @@
 """Passkey retrieval: texts are what they say, found means what greedy decoding writes, and the map shows the cells."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_the_heat_maps_colours_go_from_a_certain_key_to_a_guess(tmp_path, nats, 
     assert colours[counts.argmax()] == pytest.approx(colour, abs=1)
 
 
-@pytest.mark.parametrize(("nats", "fill"), [(0.0, "#000000"), (4.7, "#000000"), (4.9, "#ffffff"), (np.inf, "#ffffff"),
+@pytest.mark.parametrize(("nats", "fill"), [(0.0, "#000000"), (5.9, "#000000"), (6.1, "#ffffff"), (np.inf, "#ffffff"),
                                             (np.nan, "#000000")])  # fmt: skip
 def test_a_cells_text_can_be_read_on_its_colour_and_on_none(tmp_path, nats, fill):
     """White on dark colours; black on bright ones, and on the paper where there is no number."""
@@ -197,6 +198,18 @@ def test_a_heat_maps_title_is_taken_as_it_is(tmp_path):
     heat_map(CELLS[:1], tmp_path / "map.svg", "Passkeys found: run $x^ and $y_")
     texts = [element.text for element in ElementTree.parse(tmp_path / "map.svg").iter()]
     assert "Passkeys found: run $x^ and $y_" in texts
+
+
+def test_labels_are_level_and_a_long_title_stays_in_the_picture(tmp_path):
+    cells = [Cell(length, depth, 10, 5, 1.0) for length in (65_536, 131_072) for depth in (0.0, 1.0)]
+    heat_map(cells, tmp_path / "map.svg", "Passkeys found: " + 12 * "long_name_")
+    texts = [element for element in ElementTree.parse(tmp_path / "map.svg").iter() if element.tag.endswith("text")]
+    turned = {e.text for e in texts if re.search(r"rotate\(-?0*[1-9]", e.get("transform", ""))}
+    assert turned == {"depth of the key", "nats per token of the key"}
+    assert {"65,536", "131,072", "0%", "100%"} <= {e.text for e in texts}
+    title = [e.text for e in texts if "_" in e.text]
+    assert "".join(title) == "Passkeys found: " + 12 * "long_name_"
+    assert max(map(len, title)) <= 45  # of 12 points, on 5 inches
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run in the terminal: what stands there, in a pipe, in a real terminal, while the run goes on."""
 
+import dataclasses
 import io
 import json
 import os
@@ -75,6 +76,62 @@ def test_uneven_experts_stand_out_in_colour():
     assert re.search(r"\x1b\[1;31m0\.20 ", styled)
     assert re.search(r"\x1b\[1;31m2\.00 ", styled)
     assert not re.search(r"\x1b\[1;31m1\.00 ", styled)
+
+
+def shown_in(width, height, log, now=25.0):
+    """The lines that a terminal shows."""
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(screen(log, now, width, height))
+    return console.file.getvalue().splitlines()
+
+
+def deep(n_layers=12, n_experts=8, events=()):
+    """A run of many layers, whose expert 0 in layer n has (1 + n / 10) of its share."""
+    share = 1 / n_experts
+    load = [
+        [share * (1 + n / 10), *[share * (1 - n / 10 / (n_experts - 1))] * (n_experts - 1)] for n in range(n_layers)
+    ]
+    skip = {"event": "skip", "step": 15, "time": 1.0, "micro_batches": [11, 22, 33, 44]}
+    return log_of([0.0, 20.0], [skip, *events], expert_load=load)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_terminal_breaks_lines_between_words_and_shows_every_layer(width):
+    lines_shown = shown_in(width, None, deep())
+    assert {len(line) for line in lines_shown} == {width}
+    text = " ".join(" ".join(line.strip("│ ") for line in lines_shown).split())
+    assert "step 15 skipped: non-finite in micro-batches [11, 22, 33, 44]" in text
+    assert "…" not in text
+    assert sum("layer " in line for line in lines_shown) == 12
+    assert any(line.strip("│ ").endswith("MFU n/a | 1.00 GiB") for line in lines_shown) == (width == 60)
+
+
+def test_a_short_terminal_keeps_the_events_and_the_least_even_layers():
+    lines_shown = shown_in(60, 24, deep())
+    assert len(lines_shown) <= 24
+    text = " ".join(" ".join(line.strip("│ ") for line in lines_shown).split())
+    assert "step 15 skipped: non-finite in micro-batches [11, 22, 33, 44]" in text
+    layers = [int(line.split()[2]) for line in lines_shown if line.startswith("│ layer")]
+    assert layers == list(range(12 - len(layers), 12))
+    assert 2 <= len(layers) < 12
+    assert lines_shown[-2].strip("│ ") == f"{12 - len(layers)} layers more, more even"
+    assert lines_shown[-1].startswith("╰")
+
+
+def test_more_experts_than_a_line_holds_are_their_least_and_largest_load():
+    assert any("layer 3     0.98 to 1.30 over 16 experts | " in line for line in shown_in(60, None, deep(4, 16)))
+
+
+def test_where_a_run_stands_has_a_line_where_the_title_has_no_room():
+    log = dataclasses.replace(deep(), writer_lives=False)
+    assert (
+        "no process writes here any more: killed, or failed; last sign 3 min ago" in shown_in(120, None, log, 200.0)[0]
+    )
+    lines_shown = shown_in(60, None, log, 200.0)
+    assert lines_shown[0].strip("╭╮─ ") == "r"
+    assert [line.strip("│ ") for line in lines_shown[1:3]] == [
+        "run         no process writes here any more: killed, or", "failed; last sign 3 min ago"
+    ]  # fmt: skip
 
 
 def monitor(*words):

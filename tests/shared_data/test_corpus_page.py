@@ -72,6 +72,30 @@ def test_the_page_is_whole_self_contained_and_shows_the_reports_figures(done):
     assert "@import" not in page
 
 
+def cells_of(page, heading):
+    """The rows of a section's table."""
+    section = page.partition(f"<h2>{heading}</h2>")[2].partition("</section>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", section)
+    return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def test_training_and_validation_add_up_to_what_packing_kept(done):
+    context, reports = done
+    head, *rows = cells_of(render(gather(context)), "Training and validation")
+    assert head == ["source", "training documents", "+ validation", "= in all", "training tokens", "+ validation",
+                    "= in all"]  # fmt: skip
+    found = {name: [int(cell.replace(",", "")) for cell in cells] for name, *cells in rows}
+    packed = reports["pack"]["sources"]
+    for source in WEIGHTS:
+        training, held_out, documents, tokens, held_out_tokens, total = found[source]
+        assert (training + held_out, tokens + held_out_tokens) == (documents, total)
+        assert (documents, held_out) == (packed[source]["kept"], packed[source]["validation_documents"])
+        assert tokens == packed[source]["train_tokens"]
+    assert found["all"] == [sum(found[source][column] for source in WEIGHTS) for column in range(6)]
+    assert found["all"][3:5] == [reports["pack"]["train_tokens"], reports["pack"]["validation_tokens"]]
+    assert found["all"][1] > 0
+
+
 def test_samples_are_what_the_rules_dropped_and_no_more(done):
     context, reports = done
     for source in context.sources:

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from gpt_oss_lite.config import ModelConfig, TrainingConfig
 from gpt_oss_lite.model.transformer import GPTOSS
 from gpt_oss_lite.training import checkpoint
-from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.checkpoint import CheckpointManager
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.seeding import capture_rng, restore_rng
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
+from gpt_oss_lite.training.weights import load_model
 from shared_data.errors import UserError
 
 CONFIG = ModelConfig(**tiny_run.MODEL)
@@ -206,9 +207,9 @@ def test_loading_is_strict(tmp_path):
         UserError, match=r"model_step_2.safetensors is of another model: (.*)_proj.weight is \(16, 16\)"
     ):
         manager.load(GPTOSS(CONFIG.replace(expert_hidden_size=8)), 2)
-    with pytest.raises(UserError, match=r"kv_proj.bias is missing in the file"):
+    with pytest.raises(UserError, match=r"kv_proj.bias is missing there"):
         manager.load(GPTOSS(CONFIG.replace(attention_bias=True)), 2)
-    with pytest.raises(UserError, match=r"sink_bias is \(2,\) in the file and missing in the model"):
+    with pytest.raises(UserError, match=r"sink_bias is \(2,\) there and missing in the model"):
         manager.load(GPTOSS(CONFIG.replace(sink_bias=False)), 2)
 
 

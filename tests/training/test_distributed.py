@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_oss_lite.config import DataConfig, Recipe, TrainingConfig, load_recipe
 from gpt_oss_lite.model.transformer import Block
-from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.checkpoint import CheckpointManager
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.data_order import DataOrder, MicroBatchSampler, MixedOrder
 from gpt_oss_lite.training.distributed import Ranks, _fresh_store, whole
@@ -28,6 +28,7 @@ from gpt_oss_lite.training.layout import Layout, check_split
 from gpt_oss_lite.training.optimizer import gradient_norm, update_unless
 from gpt_oss_lite.training.parallel import make_shared_model
 from gpt_oss_lite.training.run import fallbacks
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import run_app
 from shared_data.errors import UserError
 
@@ -181,10 +182,11 @@ def test_a_run_goes_from_1_rank_to_2_to_4_and_back(setting, tmp_path):
 
 
 def check_consolidation(run, step):
-    """One file of a step in shards: the same tensors, which a model loads; a flipped byte is found before."""
+    """A step in shards, and one file of it: the same tensors, which a model loads; a flipped byte is found before."""
     before = saved_state(run / "checkpoints", step)
-    with pytest.raises(UserError, match=rf"checkpoints consolidate \S+ --step {step}"):
-        load_model(run, step)
+    weights = dict(load_model(run, step)[0].named_parameters())
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weights[name], tensors[0]) for name, tensors in before.items())
     shard = next((run / "checkpoints" / f"shards_step_{step}").glob("shard-00002-*"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

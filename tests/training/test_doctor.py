@@ -9,7 +9,7 @@ import tiny_run
 from gpt_oss_lite import cli
 from gpt_oss_lite.training import disk, doctor
 from gpt_oss_lite.training.checkpoint import CheckpointManager
-from gpt_oss_lite.training.run_folder import locked
+from gpt_oss_lite.training.run_lock import locked
 from shared_data.console import run_app
 
 
@@ -50,7 +50,7 @@ def test_a_run_that_is_well_prepared(prepared, capsys):
         (["--set", "model.vocab_size=40", "--set", "model.padded_vocab_size=null"], "corpus", "40 rows"),
         (["--set", "training.save_interval=100"], "config", "save_interval is 100"),
         (["--set", "training.nan_guard=false"], "config", "nan_guard is false"),
-        (["--set", "training.fp8_head=true"], "config", "training.fp8_head is true, and the device is cpu: it needs"),
+        (["--set", "training.fp8_head=true"], "config", "the device is cpu; training.fp8_head is true: it needs"),
         (["--ranks", "3"], "config", "3 ranks cannot share a step's micro-batches evenly"),
         (["--set", "model.d_model=1048576", "--set", "model.n_layers=4"], "memory", "GB"),
         (["--set", "training.mirror=nonsense://x"], "mirror", "nonsense"),
@@ -63,10 +63,36 @@ def test_what_would_lose_the_run_is_fatal(prepared, capsys, words, check, said):
     assert said in findings[check, "fatal"]
 
 
+def test_a_check_that_fails_twice_is_named_once(prepared, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "available_ram_bytes", lambda: 1)  # neither a step nor the copy for a save fits
+    words = ["doctor", "--config", str(prepared / "tiny.yaml"), "--out", str(prepared / "new")]
+    assert run_app(cli.app, words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("FAIL memory: ") for line in lines) == 2
+    assert lines[-1] == "the run would be lost: see memory"
+
+
 def test_a_key_without_effect_is_noticed(prepared, capsys):
     code, findings = examine(prepared, capsys, "--set", "training.muon_momentum=0.9")
     assert code == 0
     assert findings["config", "notice"].startswith("training.muon_momentum is 0.9, without effect: ")
+
+
+def test_nobody_is_told_of_a_key_of_the_file_that_the_command_line_switches_off(prepared, capsys):
+    words = ["--config", "quickstart", "--set", "training.eval_interval=0"]
+    assert "without effect" not in " ".join(examine(prepared, capsys, *words)[1].values())
+    words = [*words, "--set", "training.eval_windows=9"]
+    assert "training.eval_windows is 9, without effect: " in " ".join(examine(prepared, capsys, *words)[1].values())
+
+
+def test_a_run_that_goes_on_is_not_told_of_what_it_has_written_itself(prepared, capsys):
+    config, run = str(prepared / "tiny.yaml"), prepared / "evaluated"
+    validation = ["--set", f"data.validation_data_path={prepared / 'corpus'}", "--set", "training.eval_interval=0"]
+    words = ["pretrain", "--config", config, "--out", str(run), "--max-steps", "1", *validation]
+    assert run_app(cli.app, words) == 0
+    assert "warning: data.validation_data_path is " in capsys.readouterr().err
+    assert run_app(cli.app, ["pretrain", "--config", str(run / "config.yaml"), "--resume", "latest"]) == 0
+    assert "without effect" not in capsys.readouterr().err
 
 
 def test_a_run_says_once_at_its_start_which_keys_have_no_effect(prepared, capsys):

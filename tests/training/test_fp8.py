@@ -103,10 +103,10 @@ HEAD, EXPERTS = ("training.fp8_head", "true"), ("model.moe_dispatch", "grouped_f
 def test_it_is_refused_where_it_cannot_run(tmp_path, key, value):
     if DEVICE == "cpu":
         recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", tiny_run.make_corpus(tmp_path / "corpus"))
-        with pytest.raises(UserError, match=f"{key} is {value}, and the device is cpu: it needs a GPU"):
+        with pytest.raises(UserError, match=f"^the device is cpu; {key} is {value}: it needs a GPU"):
             pretrain(PretrainOptions(config=recipe, out=tmp_path / "run", overrides=[f"{key}={value}"]))
         assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match=f"{key} is {value}, and the device is cpu: it needs a GPU"):
+    with pytest.raises(UserError, match=f"^the device is cpu; {key} is {value}: it needs a GPU"):
         check_fp8(load_recipe(H200, [f"{key}={value}"]), torch.device("cpu"))
     check_fp8(load_recipe(H200), torch.device("cpu"))
 
@@ -114,8 +114,8 @@ def test_it_is_refused_where_it_cannot_run(tmp_path, key, value):
 @pytest.mark.parametrize(
     ("setting", "refused", "allowed"),
     [
-        (HEAD, ["8.0", "8.6"], "8.9 or later (Ada, Hopper); set it to false"),
-        (EXPERTS, ["8.0", "8.6", "8.9", "10.0", "10.3", "12.0"], "9.0 (Hopper); set it to auto"),
+        (HEAD, ["8.0", "8.6"], "8.9 or later (Ada, Hopper), set it to false"),
+        (EXPERTS, ["8.0", "8.6", "8.9", "10.0", "10.3", "12.0"], "9.0 (Hopper), set it to auto"),
     ],
 )
 def test_it_is_refused_on_cards_without_such_products(monkeypatch, setting, refused, allowed):
@@ -130,7 +130,30 @@ def test_it_is_refused_on_cards_without_such_products(monkeypatch, setting, refu
         except UserError as error:
             said[capability] = str(error)
     needs = f"it needs a GPU of compute capability {allowed}"
-    assert said == {one: f"{key} is {value}, and Card has {one}: {needs}" for one in refused}
+    assert said == {one: f"Card has {one}; {key} is {value}: {needs}" for one in refused}
+
+
+def test_both_keys_are_named_at_once(monkeypatch):
+    recipe = load_recipe("pretrain_h200_502m_fp8")
+    head = "training.fp8_head is true: it needs a GPU of compute capability 8.9 or later (Ada, Hopper), set it to false"
+    experts = "model.moe_dispatch is grouped_fp8: it needs a GPU of compute capability 9.0 (Hopper), set it to auto"
+    with pytest.raises(UserError) as refused:
+        check_fp8(recipe, torch.device("cpu"))
+    assert str(refused.value) == f"the device is cpu; {head}; {experts}"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(UserError) as refused:
+        check_fp8(recipe, torch.device("cuda"))
+    assert str(refused.value) == f"Card has 8.0; {head}; {experts}"
+
+
+def test_both_keys_are_named_at_once_where_a_recipe_does_not_go_with_them():
+    with pytest.raises(UserError) as refused:
+        load_recipe("pretrain_h200_502m_fp8", ["model.dtype=fp32", "model.expert_hidden_size=1528"])
+    assert str(refused.value).endswith(
+        "training.fp8_head is true: it goes with model.dtype bf16, not fp32; model.moe_dispatch is grouped_fp8: it "
+        "goes with model.dtype bf16, not fp32, model.expert_hidden_size is 1528, it must be a multiple of 16"
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [HEAD, EXPERTS])
@@ -178,7 +201,7 @@ def test_the_estimate_counts_the_experts_eight_bit_rows():
         estimate_recipe(load_recipe(H200, [*settings, f"model.moe_dispatch={dispatch}"])).items
         for dispatch in ("auto", "grouped_fp8")
     )
-    beyond = "backward pass of a block beyond the head's"
+    beyond = "backward pass of the last block"
     assert fp8[beyond] - plain[beyond] == 16 * 4096 * ((1 + 2) * 768 + 3 * 2 * 1536)
 
 

@@ -15,12 +15,13 @@ from test_checkpoint import CONFIG, save
 
 from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of, load_model
+from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.run_folder import read_record
-from gpt_oss_lite.training.snapshot import DamagedCheckpoint, check_weights_fit
+from gpt_oss_lite.training.snapshot import DamagedCheckpoint
+from gpt_oss_lite.training.weights import check_weights_fit, load_model
 from shared_data.errors import UserError
 from shared_data.files import sha256_file, write_atomic
 from shared_data.manifest import read_sidecar
@@ -130,7 +131,7 @@ def test_huge_declared_shapes_in_a_header_allocate_nothing(tmp_path, name):
         with pytest.raises(UserError, match=r"model_step_2\.safetensors"):
             read()
     with pytest.raises(UserError, match=r"model_step_2\.safetensors"):
-        check_weights_fit(meta_model(CONFIG), path)
+        check_weights_fit(meta_model(CONFIG), manager, 2)
     (tmp_path / "shard_00000.idx").write_bytes(HUGE[name])
     with pytest.raises(UserError, match=r"shard_00000\.idx"):
         read_sidecar(tmp_path / "shard_00000.bin")

@@ -4,6 +4,7 @@ and it goes on from its newest checkpoint."""
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,12 +21,30 @@ from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
 TIMEOUT_S = 20
 STEPS = 60
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny_run.ROOT)}
+# Else a node that comes later waits for an address that torchrun has told once (dynamic_rendezvous.py of 2.13).
+ELASTIC = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def start(*words):
+def start(*words, env=ENVIRONMENT):
     """Start torchrun with some words."""
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tiny_run.ROOT)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=tiny_run.ROOT)
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as place:
+        return place.connect_ex(("127.0.0.1", port)) == 0
+
+
+def kill_node(launcher):
+    for process in (psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)):
+        process.kill()
 
 
 def processes_by_rank(*launchers):
@@ -35,8 +54,18 @@ def processes_by_rank(*launchers):
 
 
 def wait_for_checkpoint(run, step, *launchers):
+    wait_for((run / "checkpoints" / f"meta_step_{step}.json").exists, launchers)
+
+
+def wait_for_resume(run, times, *launchers):
+    """Wait until a run has been gone on with so many times; the step that it last went on from."""
+    wait_for(lambda: len(tiny_run.events(run, "resume")) == times, launchers)
+    return tiny_run.events(run, "resume")[-1]["step"]
+
+
+def wait_for(done, launchers):
     deadline = time.monotonic() + 120
-    while not (run / "checkpoints" / f"meta_step_{step}.json").exists():
+    while not done():
         assert all(launcher.poll() is None for launcher in launchers), [
             one.stderr and one.stderr.read() for one in launchers
         ]
@@ -77,6 +106,49 @@ def test_a_missing_rank_is_named_within_the_time_out_and_the_job_goes_on(tmp_pat
     assert [row["ce"] for row in rows] == pytest.approx([row["ce"] for row in clean], rel=1e-5)
 
 
+HOST_A_STORE = (
+    "from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+    "print(store.port, flush=True); input()"
+)
+
+
+@pytest.mark.parametrize("host", ["rank 0", "launcher"])
+def test_where_the_host_of_the_ranks_store_stands_still_all_ranks_end(tmp_path, host):
+    """Rank 0 hosts it under a launcher that has none, as here: the ranks are started by their variables alone."""
+    corpus = tiny_run.make_corpus(tmp_path / "corpus")
+    recipe = tiny_run.write_recipe(
+        tmp_path / "tiny.yaml", corpus, total_steps=5000, distributed_timeout_s=10, save_interval=5, log_interval=1000
+    )
+    run, port, hosts = tmp_path / "run", free_port(), []
+    environment = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    if host == "launcher":
+        words = [sys.executable, "-c", HOST_A_STORE]
+        hosts.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        port = int(hosts[0].stdout.readline())
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    command = [sys.executable, "-m", "gpt_oss_lite", "pretrain", "--config", recipe, "--out", run, "--seed", "1"]
+    two = [
+        subprocess.Popen(
+            list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=tiny_run.ROOT,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    wait_for_checkpoint(run, 5, *two)
+    (*hosts, two[0])[0].send_signal(signal.SIGSTOP)
+    try:
+        _, said = two[1].communicate(timeout=10 + 5)  # 5 s for a machine that is busy with other tests
+        two[0].wait(timeout=5)
+    finally:
+        for process in (*hosts, *two):
+            process.kill()
+            process.wait()
+    named = f"rank 0 (pid {two[0].pid} on " if host == "rank 0" else "the launcher, which"
+    assert f"error: {named}" in said
+    assert "which hosts the ranks' store" in said
+    assert [one.returncode for one in two] == ([-signal.SIGKILL, 1] if host == "rank 0" else [1, 1])
+
+
 def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path):
     corpus = tiny_run.make_corpus(tmp_path / "corpus")
     recipe = tiny_run.write_recipe(tmp_path / "tiny.yaml", corpus, total_steps=5)
@@ -89,6 +161,40 @@ def test_two_nodes_meet_by_torchruns_rendezvous_and_agree_on_the_folder(tmp_path
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
     assert [row["step"] for row in tiny_run.rows(tmp_path / "runs" / "tiny-001")] == [1, 2, 3, 4, 5]
     assert sum("[ranks] 2, ddp" in output for output in outputs) == 1  # one rank speaks
+
+
+def test_a_node_is_lost_and_another_comes_and_the_job_goes_on_with_what_is_there(tmp_path):
+    """From 2 ranks to 1 to 2, with shards: torchrun's elastic nodes."""
+    corpus = tiny_run.make_corpus(tmp_path / "corpus")
+    recipe = tiny_run.write_recipe(
+        tmp_path / "tiny.yaml", corpus, total_steps=100_000, save_interval=25, keep_last_n=1000, parallelism="fsdp",
+        distributed_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    run, port = tmp_path / "run", free_port()
+    words = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=2",
+        "training/pretrain.py", "--config", recipe, "--out", run, "--seed", 1, "--auto-resume",
+    ]  # fmt: skip
+    first = start(*words, env=ELASTIC)
+    wait_for(lambda: listens(port), (first,))  # where the nodes meet
+    lost = start(*words, env=ELASTIC)
+    wait_for_checkpoint(run, 25, first, lost)
+    kill_node(lost)
+    lost.communicate()
+    resumed = wait_for_resume(run, 1, first)
+    wait_for_checkpoint(run, (resumed // 25 + 1) * 25, first)
+    other = start(*words, env=ELASTIC)
+    again = wait_for_resume(run, 2, first, other)
+    wait_for_checkpoint(run, (again // 25 + 1) * 25, first, other)
+    for node in (first, other):
+        kill_node(node)
+    (stop,) = tiny_run.events(run, "stop")  # torchrun asks the ranks to stop when a node comes, which saves
+    assert again == stop["step"]
+    steps = [row["step"] for row in tiny_run.rows(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    outputs = [node.communicate()[1] for node in (first, other)]
+    assert sum(output.count("[ranks] 2, fsdp") for output in outputs) == 2  # of three starts
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from gpt_oss_lite.training.layout import Layout
 from gpt_oss_lite.training.memory import (
     MemoryEstimate,
     assert_fits_in_available_gpu,
+    beside_the_recipe,
     estimate_model_memory_gb,
     estimate_recipe,
     fastest_that_fits,
@@ -74,12 +75,31 @@ def test_the_head_holds_one_chunk_and_not_the_whole_logits():
     ("batch_size", "checkpoint_every", "chunk", "measured_gb"),
     [(8, None, 8192, 28.17), (8, 3, 8192, 22.91), (16, None, 8192, 44.63), (32, None, 16384, 77.74)],
 )
-def test_within_ten_percent_of_the_peaks_measured_on_an_h200(batch_size, checkpoint_every, chunk, measured_gb):
+def test_within_three_percent_of_the_peaks_measured_on_an_h200(batch_size, checkpoint_every, chunk, measured_gb):
     estimate = estimate_model_memory_gb(
         on_meta(RECIPE.model), seq_len=4096, batch_size=batch_size, grad_checkpoint=checkpoint_every is not None,
         grad_checkpoint_every=checkpoint_every or 1, loss_chunk_size=chunk,
     )  # fmt: skip
-    assert estimate.total_gb == pytest.approx(measured_gb, rel=0.1)
+    assert estimate.total_gb == pytest.approx(measured_gb, rel=0.03)
+
+
+# 2026-12-01, scripts/bench_memory.py with and without --layouts: the loop's own steps, two micro-batches each.
+@pytest.mark.parametrize(
+    ("name", "ranks", "batch_size", "checkpoint_every", "measured_gb"),
+    [
+        ("pretrain_a100_502m", 1, 1, 0, 12.66), ("pretrain_a100_502m", 1, 2, 1, 11.01),
+        ("pretrain_a100_502m", 1, 4, 0, 19.90), ("pretrain_a100_502m", 1, 8, 3, 22.62),
+        ("pretrain_a100_502m", 1, 8, 0, 28.16), ("pretrain_a100_502m", 1, 16, 1, 14.96),
+        ("pretrain_a100_502m", 1, 16, 0, 44.61), ("pretrain_gpu_smoke", 1, 2, 0, 0.534),
+        ("pretrain_a100_502m", 2, 8, 0, 24.60), ("pretrain_a100_502m", 8, 8, 0, 21.51),
+        ("pretrain_a100_502m", 8, 8, 1, 5.55), ("pretrain_1_5b", 8, 4, 0, 30.32), ("pretrain_1_5b", 64, 4, 1, 7.00),
+    ],
+)  # fmt: skip
+def test_within_three_percent_of_the_loops_own_peaks(name, ranks, batch_size, checkpoint_every, measured_gb):
+    every = [f"training.grad_checkpoint_every={checkpoint_every}"] if checkpoint_every else []
+    recipe = load_recipe(name, [f"training.grad_checkpoint={'true' if every else 'false'}", *every])
+    layout = Layout(ranks, "fsdp")
+    assert estimate_recipe(recipe, batch_size, layout=layout).total_gb == pytest.approx(measured_gb, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +157,11 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 32, None), (40, 8, None), (24, 4, None), (12.5, 1, None)]
+    ("gb", "micro_batch", "every"), [(140, 32, None), (80, 16, None), (40, 8, None), (24, 4, None), (13, 1, None)]
 )
 def test_the_fastest_setting_that_fits_recomputes_as_little_as_it_can(gb, micro_batch, every):
     setting, estimate = fastest_that_fits(RECIPE, int(gb * 1e9))
-    assert estimate.total_gb <= gb
+    assert estimate.total_gb <= 0.95 * gb
     assert (setting.micro_batch_size, setting.grad_checkpoint_every) == (micro_batch, every)
     assert setting.micro_batch_size * setting.gradient_accumulation_steps == 32
 
@@ -151,6 +171,30 @@ def test_a_found_setting_is_the_estimate_of_its_overrides_and_nothing_may_fit():
     again = load_recipe(Path(__file__).parents[2] / "configs/pretrain_a100_502m.yaml", setting.overrides())
     assert estimate_recipe(again).total_bytes == estimate.total_bytes
     assert fastest_that_fits(RECIPE, 5 * 10**9) is None
+
+
+# Recipes that are not what is fastest on their card, by what was measured: docs/performance.md says why.
+@pytest.mark.parametrize(
+    ("name", "gb", "own", "fits"),
+    [
+        ("a100", 80, "8 x 4 windows, one block in 3 recomputed, chunks of 8,192 tokens", "22.6 GB, fits too"),
+        ("24gb", 24, "4 x 8 windows, nothing recomputed, chunks of 4,096 tokens", "18.8 GB, fits too"),
+        ("h200", 80, "32 x 1 windows, nothing recomputed, chunks of 16,384 tokens", "79.7 GB, does not fit"),
+    ],
+)  # fmt: skip
+def test_a_found_setting_is_held_against_the_recipes_own(name, gb, own, fits):
+    recipe, available_bytes = load_recipe(f"pretrain_{name}_502m"), gb * 10**9
+    setting, _ = fastest_that_fits(recipe, available_bytes)
+    first, second = beside_the_recipe(recipe, setting, available_bytes).splitlines()
+    assert first == f"the recipe has {own}: {fits}"
+    assert second.startswith("chosen: least recomputed, ")
+
+
+def test_what_is_found_for_an_h200_is_its_recipe():
+    recipe = load_recipe("pretrain_h200_502m")
+    setting, _ = fastest_that_fits(recipe, 141 * 10**9)
+    assert setting == (32, 1, None, 16384)
+    assert beside_the_recipe(recipe, setting, 141 * 10**9) == "as the recipe has it"
 
 
 # The 7B recipe by hand: a block of 28 has 3 x 1536^2 in projections, 16 x 1536 in the router, 17 experts of
@@ -179,16 +223,17 @@ def test_sharded_state_is_a_share_beside_two_gathered_blocks_and_the_embedding()
     whole, items = estimate_7b().items, estimate_7b(layout=Layout(ranks=64, parallelism="fsdp")).items
     assert sum(items[name] for name in STATE) == 16 * TOTAL_7B / 64
     assert items["gathered weights: embedding and two blocks (fp32)"] == 4 * (OUTSIDE_7B + 2 * BLOCK_7B)
-    # What the passes multiply by and what they save is a rank's own.
-    for name in ("weights in bf16 for the products", "saved activations (28 blocks)"):
-        assert items[name] == whole[name]
-    # A block's fp32 gradient as it is made, as everywhere, and one on its way to its shards, which is alive when the
-    # head's chunk and hidden gradient are gone: without it nothing is beyond the head.
+    # What the passes save and multiply by is a rank's own; in the last block's backward pass, this layout's peak, the
+    # head's copy is gone, and its gradient waits.
+    assert items["saved activations (28 blocks)"] == whole["saved activations (28 blocks)"]
+    assert whole["weights in bf16 for the products"] == 2 * TOTAL_7B
+    assert items["weights in bf16 for the products"] == 2 * 28 * BLOCK_7B
+    assert items["head: gradient of weight"] == 4 * (OUTSIDE_7B - 1536)
+    # A block's fp32 gradient as it is made, as everywhere, and one on its way to its shards.
     assert items["a block's gradients before they are added (fp32)"] == 4 * BLOCK_7B
-    backward = items["backward pass of a block beyond the head's"]
-    temporaries = 4096 * 2 * (2 * (2 * 1536 + 3 * 3072) + 3 * 3072 + 2 * 1536)
-    assert backward == 4 * BLOCK_7B + temporaries - 4096 * (128_256 + 1536) * 2
-    assert "backward pass of a block beyond the head's" not in whole
+    assert items["a block's gradients on their way to their ranks (fp32)"] == 4 * BLOCK_7B
+    assert items["backward pass of the last block"] == 4096 * 2 * (2 * (2 * 1536 + 3 * 3072) + 3 * 3072 + 2 * 1536)
+    assert "backward pass of the last block" not in whole
 
 
 def test_one_rank_shards_nothing():
@@ -218,13 +263,13 @@ def test_several_gpus_share_a_steps_windows():
 
 
 def test_recomputed_blocks_have_no_copies_of_their_weights_but_one():
-    """All 28 recomputed: the embedding's and norm's, and one block's, in bf16."""
+    """All 28 recomputed: in the last one's backward pass, the peak, its own in bf16; between the passes, the head's."""
     every, none = (
         estimate_recipe(RECIPE_7B.replace(training=RECIPE_7B.training.replace(**changes).model_dump())).items
         for changes in ({"grad_checkpoint": True, "grad_checkpoint_every": 1}, {})
     )
     name = "weights in bf16 for the products"
-    assert every[name] == 2 * (OUTSIDE_7B + BLOCK_7B)
+    assert every[name] == 2 * (BLOCK_7B if "backward pass of the last block" in every else OUTSIDE_7B)
     assert none[name] == 2 * TOTAL_7B
 
 

@@ -15,7 +15,7 @@ from gpt_oss_lite.training import pretrain as loop
 from gpt_oss_lite.training.nan_guard import LAG_STEPS
 from gpt_oss_lite.training.pretrain import PretrainOptions, micro_batch, pretrain, train, train_step
 from gpt_oss_lite.training.run import open_run, plan_run
-from gpt_oss_lite.training.run_folder import LOCK_NAME
+from gpt_oss_lite.training.run_lock import LOCK_NAME
 from gpt_oss_lite.training.stop import StopRequest
 from shared_data.errors import UserError
 

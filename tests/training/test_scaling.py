@@ -7,8 +7,8 @@ import pytest
 from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.training.cluster import Cluster
 from gpt_oss_lite.training.layout import Layout, usable_ranks
-from gpt_oss_lite.training.memory import Setting
 from gpt_oss_lite.training.scaling import micro_batch_seconds, step_time
+from gpt_oss_lite.training.setting import Setting
 from shared_data.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

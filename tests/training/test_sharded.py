@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CheckpointManager, load_model
+from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.leftovers import remove_leftovers
+from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
+from gpt_oss_lite.training.weights import load_model
 from shared_data.console import run_app
 from shared_data.errors import UserError
+from shared_data.files import sha256_file
 
 STEP = 2
 
@@ -109,12 +112,92 @@ def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(ru
     manager = CheckpointManager(run / "checkpoints")
     config = ModelConfig(**manager.meta(STEP)["model"])
     for change, said in (
-        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) in the shards and \(16, 24\) in the model"),
-        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing in the shards"),
-        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) in the shards and missing in the model"),
+        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) there and \(16, 24\) in the model"),
+        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing there"),
+        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) there and missing in the model"),
     ):
         with pytest.raises(UserError, match=rf"^\S+/shards_step_{STEP} is of another model: model.{said}"):
             manager.load(GPTOSS(config.replace(**change)), STEP)
+
+
+def test_weights_in_shards_are_read_like_those_of_one_file(runs, tmp_path, capsys):
+    """By all that reads a model: a run on one rank that starts from them, `checkpoints diff`, and `load_model`."""
+    run, killed = runs
+    saved = state_in_shards(run / "checkpoints")
+    weights = load_model(run, STEP)[0].state_dict()
+    assert all(torch.equal(weights[name], saved[f"model.{name}"]) for name in weights if name != "head.weight")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert run_app(app, ["consolidate", str(copy), "--step", str(STEP)]) == 0
+    assert listed(capsys, "diff", copy, STEP, STEP, "--other", run) == (0, {"meta": {}, "tensors": {}})
+    assert listed(capsys, "diff", run, STEP, STEP, "--other", killed) == (0, {"meta": {}, "tensors": {}})
+    code, found = listed(capsys, "diff", run, STEP, 2 * STEP)
+    assert (code, len(found["tensors"])) == (1, len(dict(load_model(run)[0].named_parameters())))
+    started = tmp_path / "started"
+    options = PretrainOptions(config=run / "config.yaml", out=started, init_from=run, max_steps=1)
+    assert pretrain(options) == 0  # whose first update is none: the warm-up begins at 0
+    assert listed(capsys, "diff", started, 1, 2 * STEP, "--other", run)[1]["tensors"] == {}
+
+
+def test_shards_of_another_model_are_refused(runs, tmp_path):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    meta_path = copy / "checkpoints" / f"meta_step_{STEP}.json"
+    meta = json.loads(meta_path.read_text())
+    meta["model"]["d_model"] *= 2
+    reseal(meta_path, meta)
+    with pytest.raises(UserError, match=rf"shards_step_{STEP} is of another model: \S+ is \(16, 16\) there"):
+        load_model(copy, STEP)
+    assert run_app(app, ["consolidate", str(copy), "--step", str(STEP)]) == 2
+
+
+NAME = "model.blocks.1.moe.experts.1.gate_proj.weight"
+SHARDING = "DCP_SHARDING_INFO"
+
+
+def offsets_of(header, change):
+    offsets = json.loads(header["__metadata__"][SHARDING])
+    change(offsets)
+    header["__metadata__"][SHARDING] = json.dumps(offsets)
+
+
+FORGED = {
+    "more rows than there are": lambda header: header[NAME].update(shape=[2**40, 16]),
+    "rows by another offset": lambda header: offsets_of(header, lambda all: all[NAME].update(saved_offsets=[2**40, 0])),
+    "rows that overlap": lambda header: offsets_of(header, lambda all: all[NAME].update(saved_offsets=[7, 0])),
+    "one dimension more": lambda header: header[NAME].update(shape=[8, 16, 1]),
+    "a tensor less": lambda header: header.pop(NAME),
+    "no offsets": lambda header: header.pop("__metadata__"),
+    "no offset of one": lambda header: offsets_of(header, lambda all: all.pop(NAME)),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, tmp_path, capsys, name):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    meta_path = copy / "checkpoints" / f"meta_step_{STEP}.json"
+    shard = next((copy / "checkpoints" / f"shards_step_{STEP}").glob("shard-00002-*"))
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    FORGED[name](header)
+    forged = json.dumps(header).encode()
+    shard.write_bytes(len(forged).to_bytes(8, "little") + forged + content[8 + length :])
+    meta = json.loads(meta_path.read_text())
+    digest = {"size": shard.stat().st_size, "sha256": sha256_file(shard)}
+    meta["files"][f"{shard.parent.name}/{shard.name}"] = digest
+    reseal(meta_path, meta)
+    with pytest.raises(UserError, match=rf"shards_step_{STEP}"):
+        load_model(copy, STEP)
+    capsys.readouterr()
+    for words in (["consolidate", str(copy), "--step", str(STEP)], ["diff", str(copy), str(STEP), str(2 * STEP)]):
+        assert run_app(app, words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"shards_step_{STEP}" in line
+    assert next((copy / "checkpoints" / f"shards_step_{STEP}").glob("shard-00001-*")).exists()
+
+
+def reseal(path, meta):
+    meta.pop("meta_sha256")
+    path.write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
 
 
 def test_shards_beside_a_damaged_single_file_are_kept(runs, tmp_path):
