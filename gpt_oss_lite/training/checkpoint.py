@@ -14,6 +14,7 @@ checkpoint, and a flipped byte never reaches a model. The .pt files hold tensors
 weights_only=True.
 """
 
+import errno
 import hashlib
 import json
 import shutil
@@ -123,15 +124,26 @@ class CheckpointManager:
         Raises:
             DamagedCheckpoint: names the first file that differs.
         """
+        meta = self.complete_meta(step)
+        for name, about in meta["files"].items():
+            path = self.folder / name
+            if sha256_file(path) != about["sha256"]:
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step"
+                )
+        return meta
+
+    def complete_meta(self, step: int) -> dict[str, Any]:
+        """The meta of a step all of whose files are there in the right size; nothing of them is read.
+
+        Raises:
+            DamagedCheckpoint: names the first one that is not.
+        """
         meta = self.meta(step)
         for name, about in meta["files"].items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != about["size"]:
                 raise DamagedCheckpoint(f"{path} is missing or incomplete; choose another step")
-            if sha256_file(path) != about["sha256"]:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its SHA-256 is not the one in its meta; choose another step"
-                )
         return meta
 
     # Saving
@@ -197,6 +209,9 @@ class CheckpointManager:
             meta: JSON values besides format, step and files.
             writers: by kind, what writes a file.
             written: size and SHA-256 of files that lie there already, by name.
+
+        Raises:
+            OSError: one cannot be written, or is not there; there is no meta of this step then.
         """
         files = dict(written or {})
         for kind, write in writers.items():
@@ -205,6 +220,10 @@ class CheckpointManager:
                 write(temporary)
                 assert_whole(temporary)
                 files[path.name] = {"size": temporary.stat().st_size, "sha256": sha256_file(temporary)}
+        for path, about in ((self.folder / name, about) for name, about in (written or {}).items()):
+            # Another rank's may lie on another host, where its view of the folder is not this one's.
+            if not path.is_file() or path.stat().st_size != about["size"]:
+                raise OSError(errno.EIO, "is not there as it was written", str(path))
         whole = {"format": FORMAT_VERSION, "step": step, **meta, "files": files}
         write_atomic(self._path("meta", step), json.dumps({**whole, "meta_sha256": digest_of(whole)}, indent=2) + "\n")
 
@@ -315,11 +334,10 @@ class CheckpointManager:
 
     def _is_complete(self, step: int) -> bool:
         try:
-            files = self.meta(step)["files"]
+            self.complete_meta(step)
         except DamagedCheckpoint:
             return False
-        paths = ((self.folder / name, about["size"]) for name, about in files.items())
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+        return True
 
     def _remove(self, path: Path) -> None:
         if path.exists():

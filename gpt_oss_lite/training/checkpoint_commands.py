@@ -48,7 +48,7 @@ def _manager(run: Path) -> "CheckpointManager":
     return CheckpointManager(checkpoint_folder(run))
 
 
-def _locked(manager: "CheckpointManager") -> AbstractContextManager[None]:
+def _locked(manager: "CheckpointManager") -> AbstractContextManager[str]:
     """Hold the run that the checkpoints are of: none may be training in it."""
     from gpt_oss_lite.training.checkpoint import CHECKPOINTS
     from gpt_oss_lite.training.run_lock import locked

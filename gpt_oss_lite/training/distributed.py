@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from gpt_oss_lite.config import TrainingConfig
 from gpt_oss_lite.training.liveness import Liveness
-from shared_data.console import complain, mute
+from shared_data.console import complain, describe, mute
 from shared_data.errors import UserError
 
 # A rank that is alive may be behind for long (it compiles, or its disk is slow), and NCCL counts from when an operation
@@ -29,6 +29,8 @@ from shared_data.errors import UserError
 OPERATION_TIMEOUT = timedelta(minutes=30)
 # The first rank, which failed and says why, leaves first, so that the launcher takes it for the cause.
 PAUSE_FOR_THE_FIRST_S = 2.0
+# A node may be long in starting its processes.
+MEETING_TIMEOUT = timedelta(minutes=10)
 # What PyTorch's NCCL group leaves in the launcher's own store when an operation failed (ProcessGroupNCCL.hpp). Ranks
 # that are started again find it and take the failure for one of theirs; such ranks hung after their last step.
 FAULT_KEYS = ("exception_dump", "remote_error")
@@ -41,7 +43,7 @@ WAIT_PIECE = timedelta(seconds=20)
 
 
 class MainRankFailed(Exception):
-    """What the first rank did for all failed; it has said why."""
+    """What the first rank did for all failed; it says why."""
 
 
 @dataclass
@@ -145,6 +147,23 @@ class Ranks:
         if self.liveness is not None and is_lost_connection(error):
             self.liveness.wait_for_verdict()
 
+    def all_or_none(self, work: Callable[[], Any]) -> Any:
+        """Have every rank do something that the others cannot go on without.
+
+        Raises:
+            UserError: on the first rank: what is wrong on another one.
+            MainRankFailed: on the others, where one of them failed.
+        """
+        result, reason = None, None
+        try:
+            result = work()
+        except (UserError, OSError) as error:  # the others wait for this rank's answer all the same
+            reason = f"rank {self.rank} ({socket.gethostname()}): {describe(error)}"
+        reasons = [said for said in self.gather(reason) if said is not None]
+        if reasons:
+            raise UserError("; ".join(reasons)) if self.is_main else MainRankFailed
+        return result
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank has, in their order, on every rank."""
         if self.size == 1:
@@ -161,8 +180,34 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def launched_together() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Whether torchrun, or a launcher that sets the same variables, started this process as one of several.
+
+    Raises:
+        UserError: it sets some of them, or to what they cannot be.
+    """
+    size = _from_environment("WORLD_SIZE", 1, 2**31, default=1)
+    if size == 1:
+        return False
+    _from_environment("RANK", 0, size - 1)
+    _from_environment("LOCAL_RANK", 0, size - 1, default=0)
+    _from_environment("MASTER_PORT", 0, 65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set: {_HOW_TO_LAUNCH}")
+    return True
+
+
+_HOW_TO_LAUNCH = "start the ranks with torchrun; for one process alone unset WORLD_SIZE"
+
+
+def _from_environment(name: str, least: int, most: int, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name} is not set: {_HOW_TO_LAUNCH}")
+        return default
+    if not (text.strip().isdecimal() and least <= int(text) <= most):
+        raise UserError(f"{name} is {text!r} in the environment: it must be a whole number from {least} to {most}")
+    return int(text)
 
 
 def rank_from_environment() -> int:
@@ -178,7 +223,7 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         settings: reads the recipe's training block, for the time-out; not called in a process that is alone.
 
     Raises:
-        UserError: there are more ranks than GPUs on this host; or what `settings` raises.
+        UserError: there are more ranks than GPUs on this host, or they cannot meet; or what `settings` raises.
         MainRankFailed: on another rank of the first one's host, where `settings` raised there too.
     """
     if not launched_together():
@@ -201,13 +246,13 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     os.environ.setdefault(NCCL_PATIENCE, str(max(15_000, round(1000 * timeout_s / 4))))
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
-    store = _fresh_store(rank, size)
+    store = _met(rank, size)
     group = {"store": store, "rank": rank, "world_size": size}
-    distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device, **group)
     of_launcher = os.environ.get(AGENT_STORE) == str(True)
     liveness = Liveness(store.clone(), rank, size, timeout_s, of_launcher)
     liveness.start()
     try:
+        distributed.init_process_group(backend, timeout=OPERATION_TIMEOUT, device_id=device, **group)
         yield Ranks(rank, size, local_rank, store, liveness)
     except MainRankFailed:
         liveness.leave()
@@ -220,13 +265,28 @@ def joined_ranks(settings: Callable[[], TrainingConfig]) -> Iterator[Ranks]:
     distributed.destroy_process_group()
 
 
+def _met(rank: int, size: int) -> Any:
+    """The store of `_fresh_store`.
+
+    Raises:
+        UserError: the ranks cannot meet where the launcher says.
+    """
+    try:
+        return _fresh_store(rank, size)
+    except distributed.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"the {size} ranks cannot meet at MASTER_ADDR:MASTER_PORT {place}: {describe(error)[:300]}"
+        ) from None
+
+
 def _fresh_store(rank: int, size: int) -> Any:
     """A store without keys. The launcher's outlives a restart with all its keys, among them the addresses of ranks that
     are gone; so the first rank draws a number that all keys begin with, and lets each other rank, which may still find
     an older number, know by that rank's own number that this is the one. What NCCL's group reads without such a
-    beginning goes before.
+    beginning goes before. No rank gets its store before all have met, so that none is missed for being slow to come.
     """
-    store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=OPERATION_TIMEOUT))
+    store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=MEETING_TIMEOUT))
     mine = os.urandom(8).hex()
     if rank == 0:
         of_the_launcher = store
@@ -237,6 +297,7 @@ def _fresh_store(rank: int, size: int) -> Any:
         store.set("meet", mine)
         for other in range(1, size):
             store.set(f"met/{mine}/{other}", store.get(f"here/{mine}/{other}"))
+        store.set(f"met/{mine}", "all")
         return distributed.PrefixStore(mine, store)
     while True:
         number = store.get("meet").decode()
@@ -244,6 +305,7 @@ def _fresh_store(rank: int, size: int) -> Any:
         for _ in range(20):
             met = f"met/{number}/{rank}"
             if store.check([met]) and store.get(met).decode() == mine:
+                store.wait([f"met/{number}"], MEETING_TIMEOUT)
                 return distributed.PrefixStore(number, store)
             time.sleep(0.02)
 

@@ -10,6 +10,7 @@ installed besides.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,13 @@ class Mirror:
         return int(self._store.size(target)) if self._store.exists(target) else None
 
     def _remove(self, name: str) -> None:
+        """Delete a file; with the last of a step's shards their folder, where the store has folders of its own."""
         if self._store.exists(f"{self._root}/{name}"):
             self._store.rm_file(f"{self._root}/{name}")
+            folder = f"{self._root}/{name}".rpartition("/")[0]
+            if name.count("/") > 1 and self._store.isdir(folder) and not self._store.ls(folder, refresh=True):
+                with suppress(OSError):  # a store without folders that knew of one
+                    self._store.rmdir(folder)
 
     def _download(self, name: str, path: Path) -> int:
         total = 0

@@ -26,9 +26,11 @@ from gpt_oss_lite.training.run_folder import (
     check_recipe_unchanged,
     choose_run_folder,
     is_a_runs_own,
+    keys_of,
     mend_run_files,
     resume_step,
 )
+from gpt_oss_lite.training.run_lock import is_marked
 from gpt_oss_lite.training.seeding import check_seed
 from gpt_oss_lite.training.trackers import check_trackers
 from gpt_oss_lite.training.weights import check_weights_fit
@@ -142,29 +144,51 @@ def check_ram(recipe: Recipe, ranks: Ranks) -> None:
         )
 
 
-def words_of_plan(plan: Plan) -> dict[str, Any]:
-    """What the other ranks need to know of the first one's plan, as JSON can hold it."""
+def words_of_plan(plan: Plan, mark: str) -> dict[str, Any]:
+    """What the other ranks need to know of the first one's plan, as JSON can hold it.
+
+    Args:
+        mark: of the run's folder, which the first rank holds (`run_lock.locked`).
+    """
     return {
-        "folder": str(plan.folder), "resuming": plan.resuming, "corpus": plan.corpus, "resume_step": plan.resume_step,
+        "folder": str(plan.folder.absolute()), "mark": mark, "resuming": plan.resuming, "corpus": plan.corpus,
+        "validation": plan.validation and plan.validation.fingerprint(), "resume_step": plan.resume_step,
+        "told": _told(plan.options, plan.recipe),
     }  # fmt: skip
+
+
+def _told(options: PretrainOptions, recipe: Recipe) -> dict[str, Any]:
+    """What every rank reads for itself and must read alike; where a corpus lies may differ, not what it holds."""
+    keys = {key: value for key, value in keys_of(recipe).items() if not key.startswith("data.")}
+    return keys | {"--max-steps": options.max_steps, "--max-hours": options.max_hours}
 
 
 def follow_plan(options: PretrainOptions, ranks: Ranks, words: dict[str, Any]) -> Plan:
     """The plan that the first rank has made and checked, on another rank: its own view of the same corpus.
 
     Raises:
-        UserError, OSError: this rank cannot read what the first one can.
+        UserError, OSError: this rank was told otherwise, or cannot read what the first one can.
     """
-    recipe = load_recipe(options.config, options.overrides)
+    recipe, folder = load_recipe(options.config, options.overrides), Path(words["folder"])
+    mine, others = _told(options, recipe), words["told"]
+    if differing := [f"{key} is {mine[key]} here, {others[key]} there" for key in mine if mine[key] != others[key]]:
+        raise UserError(f"was told other than rank 0: {'; '.join(differing)}")
+    if not is_marked(folder, words["mark"]):
+        raise UserError(f"{folder} is not the folder here that it is on rank 0: a run must lie where all ranks see it")
     dataset = open_corpus(recipe.data.train_data_path, recipe.model.max_seq_len, recipe.model.embedding_rows)
-    if (corpus := dataset.fingerprint()) != words["corpus"]:
-        raise UserError(f"{dataset.path} is another corpus here ({corpus}) than on rank 0 ({words['corpus']})")
+    _check_same_corpus(dataset, words["corpus"])
     path = validation_path(recipe, dataset)
     validation = None if path is None else PretrainDataset(path, dataset.max_seq_len, dataset.vocab_rows)
+    if validation is not None:
+        _check_same_corpus(validation, words["validation"])
     return Plan(
-        options, recipe, Path(words["folder"]), words["resuming"], dataset, validation, corpus, words["resume_step"],
-        ranks,
-    )  # fmt: skip
+        options, recipe, folder, words["resuming"], dataset, validation, words["corpus"], words["resume_step"], ranks
+    )
+
+
+def _check_same_corpus(dataset: PretrainDataset, fingerprint: dict[str, Any]) -> None:
+    if (mine := dataset.fingerprint()) != fingerprint:
+        raise UserError(f"{dataset.path} is another corpus here ({mine}) than on rank 0 ({fingerprint})")
 
 
 def _ask_second_home(options: PretrainOptions, url: str | None, folder: Path, resuming: bool) -> bool:

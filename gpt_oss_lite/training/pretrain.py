@@ -106,11 +106,12 @@ def planned(options: PretrainOptions, ranks: Ranks) -> Iterator[Plan]:
 
         def plan_and_lock() -> dict[str, Any]:
             plans.append(plan_run(options, ranks))
-            lock.enter_context(locked(plans[0].folder))
-            return words_of_plan(plans[0])
+            mark = lock.enter_context(locked(plans[0].folder))
+            return words_of_plan(plans[0], mark)
 
         words = ranks.from_main(plan_and_lock)
-        yield plans[0] if plans else follow_plan(options, ranks, words)
+        # Before anything is written of a run that not all ranks can go on with.
+        yield ranks.all_or_none(lambda: plans[0] if plans else follow_plan(options, ranks, words))
 
 
 def train(run: Run, stop: StopRequest) -> int:

@@ -167,8 +167,8 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
         UserError: names every field that differs, with both values; with allow_changed it is a warning.
     """
     record = read_record(folder)
-    before = _flatten(load_recipe(folder / CONFIG_NAME).model_dump(mode="json"))
-    after = _flatten(recipe.model_dump(mode="json"))
+    before = keys_of(load_recipe(folder / CONFIG_NAME))
+    after = keys_of(recipe)
     changes = [
         f"{key} was {before.get(key)}, is {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -187,8 +187,8 @@ def check_recipe_unchanged(folder: Path, recipe: Recipe, seed: int | None, allow
 
 def words_to_go_on(config: str, recipe: Recipe, stop_step: int) -> list[str]:
     """The options with which a run's own config.yaml, given as text, becomes this recipe, and stops at this step."""
-    before = _flatten(check_config(Recipe, parse_yaml(config, CONFIG_NAME), CONFIG_NAME).model_dump(mode="json"))
-    after = _flatten(recipe.model_dump(mode="json"))
+    before = keys_of(check_config(Recipe, parse_yaml(config, CONFIG_NAME), CONFIG_NAME))
+    after = keys_of(recipe)
     changed = [key for key in after if before.get(key) != after[key]]
     words = [word for key in changed for word in ("--set", f"{key}={json.dumps(after[key])}")]
     if stop_step != recipe.training.total_steps:
@@ -222,6 +222,11 @@ def _refuse_changes(folder: Path, changes: list[str], allow_changed: bool) -> No
             "--allow-changed"
         )
     say(f"warning: {text}")
+
+
+def keys_of(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values, as JSON can hold them, by block.key."""
+    return _flatten(recipe.model_dump(mode="json"))
 
 
 def _flatten(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:

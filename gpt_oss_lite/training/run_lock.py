@@ -9,35 +9,53 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shared_data.errors import UserError
 
 LOCK_NAME = ".lock"
+LOOKS, LOOK_PAUSE_S = 20, 0.25
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # struct flock of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run's folder: two processes in one run would tear its checkpoints.
+def locked(folder: Path) -> Iterator[str]:
+    """Hold the run's folder: two processes in one run would tear its checkpoints. Gives a mark that no other holder
+    leaves in it, by which others see that they see this folder (`is_marked`).
 
     Raises:
         UserError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_NAME, "w") as file:
+    # Not emptied before it is held: the holder's mark is in it.
+    with open(folder / LOCK_NAME, "a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{folder}: another process is training in this run") from None
-        file.write(str(os.getpid()))
+        mark = f"{os.getpid()} {os.urandom(8).hex()}"
+        file.truncate(0)
+        file.write(mark)
         file.flush()
-        yield
+        os.fsync(file.fileno())
+        yield mark
+
+
+def is_marked(folder: Path, mark: str) -> bool:
+    """Whether a folder is, as this process sees it, the one that another process holds with a mark of `locked`. A file
+    system that several hosts share may be a moment behind. (The holder itself would lose its lock by looking.)"""
+    for _ in range(LOOKS):
+        with suppress(FileNotFoundError):
+            if (folder / LOCK_NAME).read_text() == mark:
+                return True
+        time.sleep(LOOK_PAUSE_S)
+    return False
 
 
 def this_process() -> dict[str, Any]:

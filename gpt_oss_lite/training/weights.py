@@ -41,7 +41,7 @@ def load_model(
     if step is None:
         raise UserError(f"{manager.folder} {_why_no_checkpoint(manager.folder)}")
     try:
-        config = ModelConfig(**manager.meta(step)["model"])
+        config = ModelConfig(**manager.complete_meta(step)["model"])
     except (KeyError, TypeError, ValidationError) as error:
         raise UserError(
             f"{manager.folder}/meta_step_{step}.json: its model block is not a ModelConfig ({error})"

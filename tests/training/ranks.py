@@ -35,8 +35,6 @@ class Job:
     max_steps: int | None = None
     resume_latest: bool = False
     seed: int | None = None
-    words_of_rank: dict[int, list[str]] = field(default_factory=dict)
-    """Further overrides of one rank, as where its host has other files."""
     float64: bool = False
     bf16: bool = False
     """Whether forward passes are in bf16, which the loop leaves to GPUs, and experts' biases are drawn, not zeros."""
@@ -44,6 +42,8 @@ class Job:
     """Forward passes, counted from 0, whose output is NaN, by rank."""
     signal_after: dict[int, int] = field(default_factory=dict)
     """Forward passes after which a rank sends itself SIGTERM."""
+    overrides_of: dict[int, list[str]] = field(default_factory=dict)
+    """Further overrides of a rank alone."""
     kill_after: int | None = None
     """Forward passes after which every rank kills itself."""
     blocked: str | None = None
@@ -53,8 +53,8 @@ class Job:
     it, as they are when a rollback has put them back to that."""
 
     def __post_init__(self) -> None:
-        self.words_of_rank = {int(rank): words for rank, words in self.words_of_rank.items()}
         self.poison = {int(rank): calls for rank, calls in self.poison.items()}  # JSON's keys are strings
+        self.overrides_of = {int(rank): words for rank, words in self.overrides_of.items()}
         self.signal_after = {int(rank): passes for rank, passes in self.signal_after.items()}
 
 
@@ -162,10 +162,9 @@ def _pretrain(job: Job, rank: int) -> int:
 
     @app.command()
     def go() -> None:
-        words = [*job.overrides, *job.words_of_rank.get(rank, [])]
         options = loop.PretrainOptions(
-            config=Path(job.config), out=Path(job.out), overrides=words, max_steps=job.max_steps,
-            resume_latest=job.resume_latest, seed=job.seed,
+            config=Path(job.config), out=Path(job.out), overrides=[*job.overrides, *job.overrides_of.get(rank, [])],
+            max_steps=job.max_steps, resume_latest=job.resume_latest, seed=job.seed,
         )  # fmt: skip
         raise typer.Exit(loop.pretrain(options))
 

@@ -297,17 +297,6 @@ def test_a_rank_that_keeps_a_part_never_holds_more_than_one_whole_block(name):
         distributed.destroy_process_group()
 
 
-def test_a_rank_that_sees_another_corpus_says_so_and_ends_the_others(setting, tmp_path, capsys):
-    """It fails by itself, where the first rank found nothing wrong and waits for it."""
-    _, recipe = setting
-    other = tiny_run.make_corpus(tmp_path / "other", seed=1)
-    words = {1: [f"data.train_data_path={other}"]}
-    ((first, second),) = ranks.run(Job(2, str(recipe), str(tmp_path / "run"), seed=3, words_of_rank=words))
-    assert first != 0
-    assert second == 2
-    assert f"{other} is another corpus here" in capsys.readouterr().err
-
-
 def test_a_checkpoint_in_shards_that_cannot_be_written_stops_no_rank(setting, tmp_path):
     _, recipe = setting
     run = tmp_path / "run"

@@ -174,6 +174,9 @@ def test_a_step_that_is_made_one_file_here_is_one_there_and_its_shards_are_gone(
     consolidate(manager, 2)
     assert mirror.push(manager) == [2]
     assert checkpoint_files(url) == local_files(manager)
+    store, root = fsspec.core.url_to_fs(url)
+    there = store.ls(f"{root}/run/checkpoints", detail=False, refresh=True)
+    assert [name.rpartition("/")[2] for name in there if "shards_step" in name] == ["shards_step_1"]
     assert mirror.push(manager) == []
     assert mirror.steps() == [1, 2]
     other = CheckpointManager(tmp_path / "other/checkpoints")

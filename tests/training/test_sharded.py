@@ -107,19 +107,6 @@ def test_consolidate_killed_at_any_point_is_finished_by_the_next_and_nothing_is_
     assert sharded.count(False) > 3
 
 
-def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(runs):
-    run, _ = runs
-    manager = CheckpointManager(run / "checkpoints")
-    config = ModelConfig(**manager.meta(STEP)["model"])
-    for change, said in (
-        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) there and \(16, 24\) in the model"),
-        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing there"),
-        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) there and missing in the model"),
-    ):
-        with pytest.raises(UserError, match=rf"^\S+/shards_step_{STEP} is of another model: model.{said}"):
-            manager.load(GPTOSS(config.replace(**change)), STEP)
-
-
 def test_weights_in_shards_are_read_like_those_of_one_file(runs, tmp_path, capsys):
     """By all that reads a model: a run on one rank that starts from them, `checkpoints diff`, and `load_model`."""
     run, killed = runs
@@ -147,6 +134,19 @@ def test_shards_of_another_model_are_refused(runs, tmp_path):
     with pytest.raises(UserError, match=rf"shards_step_{STEP} is of another model: \S+ is \(16, 16\) there"):
         load_model(copy, STEP)
     assert run_app(app, ["consolidate", str(copy), "--step", str(STEP)]) == 2
+
+
+def test_a_shard_that_is_gone_is_named_by_all_that_reads_the_step(runs, tmp_path, capsys):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    shard = next((copy / "checkpoints" / f"shards_step_{2 * STEP}").glob("shard-00002-*"))
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard} is missing or incomplete"):
+        load_model(copy, 2 * STEP)
+    assert load_model(copy)[1]["step"] == STEP
+    capsys.readouterr()
+    for words in (["consolidate", str(copy), "--step", str(2 * STEP)], ["diff", str(copy), str(2 * STEP), str(STEP)]):
+        assert run_app(app, words) == 2
+        assert f"{shard} is missing or incomplete" in capsys.readouterr().err
 
 
 NAME = "model.blocks.1.moe.experts.1.gate_proj.weight"
@@ -198,6 +198,19 @@ def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, 
 def reseal(path, meta):
     meta.pop("meta_sha256")
     path.write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
+
+
+def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(runs):
+    run, _ = runs
+    manager = CheckpointManager(run / "checkpoints")
+    config = ModelConfig(**manager.meta(STEP)["model"])
+    for change, said in (
+        ({"expert_hidden_size": 24}, r"\S+ is \(16, 16\) there and \(16, 24\) in the model"),
+        ({"n_layers": 3}, r"blocks\.2\.\S+ is missing there"),
+        ({"n_layers": 1}, r"blocks\.1\.\S+ is \(.*\) there and missing in the model"),
+    ):
+        with pytest.raises(UserError, match=rf"^\S+/shards_step_{STEP} is of another model: model.{said}"):
+            manager.load(GPTOSS(config.replace(**change)), STEP)
 
 
 def test_shards_beside_a_damaged_single_file_are_kept(runs, tmp_path):
