@@ -276,7 +276,8 @@ def consolidate(manager: CheckpointManager, step: int) -> None:
     with applying(folder):
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(folder).items()}
         model = meta_model(ModelConfig(**meta["model"]))
-        _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
+    _check_shapes(folder, {f"model.{name}": parameter for name, parameter in model.named_parameters()}, set())
+    with applying(folder):
         read_shards(folder, tensors)
     counts, sched, rng = (read_tensors(manager.folder / file_name(kind, step)) for kind in SHARDED_KINDS)
     weights, state = {}, counts["state"]
