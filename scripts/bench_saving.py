@@ -55,7 +55,7 @@ def bench(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    size = checkpoint_bytes(model.num_parameters())
+    size = checkpoint_bytes(model, training.optimizer)
     print(f"{model.num_parameters() / 1e6:.1f} M parameters on {device}, {size / 1e9:.3f} GB a checkpoint")
     shares = []
     with tempfile.TemporaryDirectory(dir=folder) as checkpoints:

@@ -20,6 +20,7 @@ from timing import time_steps
 
 from gpt_oss_lite.config import Recipe, load_recipe
 from gpt_oss_lite.options import AsJson, Config, Overrides, print_json
+from gpt_oss_lite.training.disk import checkpoint_bytes
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.flops import device_peak_flops, format_mfu, mfu
 from gpt_oss_lite.training.memory import estimate_recipe, meta_model
@@ -70,14 +71,15 @@ def byte_counts(recipe: Recipe) -> dict[str, Any]:
     model, training = recipe.model, recipe.training
     tokens = training.micro_batch_size * model.max_seq_len
     estimate = estimate_recipe(recipe)
-    parameters = meta_model(model).num_parameters()
+    counted = meta_model(model)
+    parameters = counted.num_parameters()
     return {
         "batch_size": training.micro_batch_size,
         "seq_len": model.max_seq_len,
         "parameters": parameters,
         "estimate_gb": estimate.total_gb,
         "estimate_bytes": estimate.items,
-        "checkpoint_bytes": 3 * 4 * parameters,
+        "checkpoint_bytes": checkpoint_bytes(counted, training.optimizer),
         "whole_logits_bytes": 2 * tokens * model.embedding_rows,
         "logits_chunk_bytes": 2 * min(tokens, training.loss_chunk_size) * model.embedding_rows,
     }

@@ -1,7 +1,7 @@
 """Room on the disk: what checkpoints need, and what is free, known before a write can fail half-way.
 
-A checkpoint holds weights and two moments, all fp32: 12 bytes a parameter. While one is written the ones to be kept are
-still there, so a run needs room for one more than it keeps.
+A checkpoint holds weights and two moments, one of a matrix that Muon updates, all fp32. While one is written the ones
+to be kept are still there, so a run needs room for one more than it keeps.
 """
 
 import errno
@@ -9,17 +9,28 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch import nn
+
 from gpt_oss_lite.config import TrainingConfig
+from gpt_oss_lite.training.optimizer import muon_matrices
 from shared_data.errors import UserError
 
-BYTES_PER_PARAMETER = 12
+FP32 = 4
 # Headers, random state, meta; and what the log grows by meanwhile.
 OVERHEAD_BYTES = 256 * 2**10
 
 
-def checkpoint_bytes(n_parameters: int) -> int:
-    """Bytes of one checkpoint on disk."""
-    return BYTES_PER_PARAMETER * n_parameters + OVERHEAD_BYTES
+def checkpoint_bytes(model: nn.Module, optimizer: str) -> int:
+    """Bytes of one checkpoint on disk.
+
+    Args:
+        model: on any device; the meta device will do.
+        optimizer: as training.optimizer.
+    """
+    tensors = 3 * sum(parameter.numel() for parameter in model.parameters())
+    if optimizer == "muon":
+        tensors -= sum(matrix.numel() for matrix in muon_matrices(model).values())
+    return FP32 * tensors + OVERHEAD_BYTES
 
 
 def free_bytes(folder: Path) -> int:
@@ -59,14 +70,12 @@ def assert_room_to_write(folder: Path, n_bytes: int) -> None:
         )
 
 
-def check_room_for_run(
-    folder: Path, n_parameters: int, training: TrainingConfig, stop_step: int, there: int = 0
-) -> str | None:
+def check_room_for_run(folder: Path, size: int, training: TrainingConfig, stop_step: int, there: int = 0) -> str | None:
     """Foresee a full disk before the run.
 
     Args:
         folder: where checkpoints will lie.
-        n_parameters: of the model.
+        size: of a checkpoint, in bytes.
         there: complete checkpoints that lie in the folder already.
 
     Returns:
@@ -75,7 +84,7 @@ def check_room_for_run(
     Raises:
         UserError: not even the next one has.
     """
-    size, free = checkpoint_bytes(n_parameters), free_bytes(folder)
+    free = free_bytes(folder)
     if free < size:
         raise UserError(
             f"{folder}: a checkpoint takes {size / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free; make room, or choose "

@@ -59,6 +59,11 @@ class Ranks:
     _calls: int = field(default=0, repr=False)
 
     @property
+    def size_here(self) -> int:
+        """How many ranks this host has, as far as the launcher says so."""
+        return 1 if self.size == 1 else _from_environment("LOCAL_WORLD_SIZE", 1, self.size, default=1)
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that writes and speaks."""
         return self.rank == 0

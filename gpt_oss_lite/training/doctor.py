@@ -223,11 +223,11 @@ def disk(recipe: Recipe, out: Path, stop_step: int) -> Iterator[Finding]:
     from gpt_oss_lite.training.disk import check_room_for_run, checkpoint_bytes, free_bytes, most_checkpoints
     from gpt_oss_lite.training.memory import meta_model
 
-    n_parameters = meta_model(recipe.model).num_parameters()
+    size = checkpoint_bytes(meta_model(recipe.model), recipe.training.optimizer)
     folder = out / CHECKPOINTS
     there = len(CheckpointManager(folder).list_checkpoints())
-    warning = check_room_for_run(folder, n_parameters, recipe.training, stop_step, there)
-    most, size = most_checkpoints(recipe.training, stop_step), checkpoint_bytes(n_parameters)
+    warning = check_room_for_run(folder, size, recipe.training, stop_step, there)
+    most = most_checkpoints(recipe.training, stop_step)
     text = f"{out}: {free_bytes(out) / 1e9:.3g} GB free; up to {count_of(most, 'checkpoint')} of {size / 1e9:.3g} GB"
     yield Finding("disk", FATAL if warning else GOOD, warning or text)
     place = out.absolute()
@@ -276,7 +276,7 @@ def memory(recipe: Recipe, ranks: int) -> Iterator[Finding]:
     place = "the GPU has" if on_gpu else "the machine has"
     text = f"a step is estimated at {need / 1e9:.1f} GB, {place} {have / 1e9:.1f} GB free"
     yield Finding("memory", FATAL if need > have else GOOD, text)
-    copy = checkpoint_bytes(meta_model(recipe.model).num_parameters())
+    copy = checkpoint_bytes(meta_model(recipe.model), recipe.training.optimizer)
     left = available_ram_bytes() - (0 if on_gpu else need)
     if copy > left and not layout.sharded:  # otherwise each rank writes what it has
         yield Finding(

@@ -11,7 +11,7 @@ from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.config.unread import unread_keys
 from gpt_oss_lite.training.checkpoint import CHECKPOINTS, CheckpointManager, checkpoint_folder
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
-from gpt_oss_lite.training.disk import check_room_for_run
+from gpt_oss_lite.training.disk import check_room_for_run, checkpoint_bytes
 from gpt_oss_lite.training.distributed import Ranks
 from gpt_oss_lite.training.fp8 import check_fp8
 from gpt_oss_lite.training.layout import check_split, layout_of
@@ -137,9 +137,10 @@ def check_ram(recipe: Recipe, ranks: Ranks) -> None:
     if ranks.device.type != "cpu":
         return
     need = estimate_recipe(recipe, device_type="cpu", layout=layout_of(recipe.training, ranks.size)).total_bytes
+    need, each = need * ranks.size_here, " by the ranks of this machine" if ranks.size_here > 1 else ""
     if need > (have := ram_bytes()):
         raise UserError(
-            f"a step of this recipe is estimated at {need / 1e9:.1f} GB on the CPU, in fp32, and the machine has "
+            f"a step of this recipe is estimated at {need / 1e9:.1f} GB on the CPU, in fp32{each}, and the machine has "
             f"{have / 1e9:.1f} GB; it needs a GPU, or a smaller model or training.micro_batch_size"
         )
 
@@ -220,7 +221,7 @@ def check_room(folder: Path, recipe: Recipe, max_steps: int | None) -> None:
     training, checkpoints = recipe.training, folder / CHECKPOINTS
     warning = check_room_for_run(
         checkpoints,
-        meta_model(recipe.model).num_parameters(),
+        checkpoint_bytes(meta_model(recipe.model), training.optimizer),
         training,
         max_steps or training.total_steps,
         there=len(CheckpointManager(checkpoints).list_checkpoints()),

@@ -77,25 +77,30 @@ def pretrain_on(ranks: Ranks, options: PretrainOptions) -> int:
         if plan.is_done:  # nothing is recorded: the log goes on saying how the run ended
             say(f"step {plan.resume_step} is done already, the run was to stop at {plan.stop_step}: nothing to do")
             return EXIT_DONE
-        run = open_run(plan)
         try:
-            return train(run, stop)
+            return _open_and_train(plan, stop)
         except torch.cuda.OutOfMemoryError:
-            report_out_of_memory(run.recipe, run.folder, layout_of(run.recipe.training, ranks.size))
+            report_out_of_memory(plan.recipe, plan.folder, layout_of(plan.recipe.training, ranks.size))
             ranks.fail("the GPU is out of memory")
             return EXIT_FAILED
         except Exception as error:  # of whatever kind a broken operation is; it goes on up
             ranks.find_the_missing(error)
             raise
-        except KeyboardInterrupt:
-            if run.saver.busy:
-                # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
-                # written and closed, and a checkpoint without its meta is none.
-                say("stopped by the keyboard")
-                os._exit(EXIT_KEYBOARD)
-            raise
-        finally:
-            run.logger.finish()
+
+
+def _open_and_train(plan: Plan, stop: StopRequest) -> int:
+    run = open_run(plan)
+    try:
+        return train(run, stop)
+    except KeyboardInterrupt:
+        if run.saver.busy:
+            # The interpreter would tear down around a thread that writes. Nothing needs it: each line of the log is
+            # written and closed, and a checkpoint without its meta is none.
+            say("stopped by the keyboard")
+            os._exit(EXIT_KEYBOARD)
+        raise
+    finally:
+        run.logger.finish()
 
 
 @contextmanager

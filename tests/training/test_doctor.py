@@ -7,8 +7,10 @@ import pytest
 import tiny_run
 
 from gpt_oss_lite import cli
+from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.training import disk, doctor
 from gpt_oss_lite.training.checkpoint import CheckpointManager
+from gpt_oss_lite.training.memory import meta_model
 from gpt_oss_lite.training.run_lock import locked
 from shared_data.console import run_app
 
@@ -118,7 +120,7 @@ def test_a_recipe_that_cannot_be_read_is_bad_input_as_for_every_command(prepared
 
 
 def test_a_disk_without_room_is_fatal(prepared, capsys, monkeypatch):
-    size = disk.checkpoint_bytes(10_000)
+    size = disk.checkpoint_bytes(meta_model(load_recipe(prepared / "tiny.yaml").model), "adamw")
     monkeypatch.setattr(disk, "free_bytes", lambda _: 2 * size)
     code, findings = examine(prepared, capsys)
     assert code == 1

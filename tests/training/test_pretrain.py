@@ -10,8 +10,12 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 
+from gpt_oss_lite.config import load_recipe
 from gpt_oss_lite.report.run_log import read_run
 from gpt_oss_lite.training import pretrain as loop
+from gpt_oss_lite.training.distributed import Ranks
+from gpt_oss_lite.training.layout import Layout
+from gpt_oss_lite.training.memory import estimate_recipe
 from gpt_oss_lite.training.nan_guard import LAG_STEPS
 from gpt_oss_lite.training.pretrain import PretrainOptions, micro_batch, pretrain, train, train_step
 from gpt_oss_lite.training.run import open_run, plan_run
@@ -41,6 +45,18 @@ def test_a_step_that_cannot_fit_into_the_machine_is_refused_before_anything_is_w
     with pytest.raises(UserError, match=said):
         plan_run(options)
     assert not options.out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks have GPUs")
+def test_ranks_of_one_machine_share_its_memory(tmp_path, corpus, monkeypatch):
+    """One of them fits, two do not; on two machines both do."""
+    options = options_for(tmp_path, corpus, gradient_accumulation_steps=2)
+    need = estimate_recipe(load_recipe(options.config), device_type="cpu", layout=Layout(2)).total_bytes
+    monkeypatch.setattr("gpt_oss_lite.training.plan.ram_bytes", lambda: int(1.5 * need))
+    plan_run(options, Ranks(size=2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="in fp32 by the ranks of this machine, and the machine has"):
+        plan_run(options, Ranks(size=2))
 
 
 def gradients(run, batches, n_valid):

@@ -21,6 +21,7 @@ from gpt_oss_lite.training.run import open_run, plan_run
 from gpt_oss_lite.training.saving import Saver
 from gpt_oss_lite.training.snapshot import HostBuffers, take_snapshot
 from gpt_oss_lite.training.stop import StopRequest
+from gpt_oss_lite.training.weights import load_model
 from shared_data.errors import UserError
 
 
@@ -222,7 +223,7 @@ class TestRoom:
         assert not options.out.exists()
 
     def test_a_run_that_will_fill_the_disk_says_so_before_it_starts(self, options, monkeypatch, capsys):
-        size = disk.checkpoint_bytes(open_run(plan_run(options)).model.num_parameters())
+        size = disk.checkpoint_bytes(open_run(plan_run(options)).model, "adamw")
         monkeypatch.setattr(disk, "free_bytes", lambda folder: int(2.5 * size))
         plan_run(dataclasses.replace(options, out=options.out.with_name("other")))
         assert "3 more checkpoints" in capsys.readouterr().err
@@ -239,10 +240,13 @@ class TestRoom:
     def test_checkpoints_that_lie_there_at_once(self, keys, stop_step, most):
         assert disk.most_checkpoints(TrainingConfig(**keys), stop_step) == most
 
-    def test_a_checkpoint_is_as_large_as_foreseen(self, tmp_path):
-        _, (model, _, _) = save(tmp_path, step=2)
-        size = sum(path.stat().st_size for path in tmp_path.iterdir())
-        assert 12 * model.num_parameters() < size < disk.checkpoint_bytes(model.num_parameters())
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_a_checkpoint_is_as_large_as_foreseen(self, options, optimizer):
+        overrides = [*options.overrides, f"training.optimizer={optimizer}", "training.keep_last_n=1"]
+        assert pretrain(dataclasses.replace(options, overrides=overrides)) == 0
+        size = sum(path.stat().st_size for path in (options.out / "checkpoints").iterdir())
+        foreseen = disk.checkpoint_bytes(load_model(options.out)[0], optimizer)
+        assert foreseen - disk.OVERHEAD_BYTES < size < foreseen
 
 
 def test_every_kth_checkpoint_stays_for_ever(options):
