@@ -46,7 +46,7 @@ def start(ranks: int, words: list[str], max_restarts: int = 0, **options: Any) -
     """
     launcher = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={ranks}", "--nproc-per-node=1",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
         f"--max-restarts={max_restarts}",
     ]  # fmt: skip
     environment = options.pop("env", os.environ)
@@ -59,7 +59,8 @@ def start(ranks: int, words: list[str], max_restarts: int = 0, **options: Any) -
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])

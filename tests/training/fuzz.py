@@ -18,6 +18,7 @@ import numpy as np
 import tiny_run
 import torch
 import yaml
+from forging import forge
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
@@ -25,12 +26,11 @@ from hypothesis import strategies as st
 from gpt_oss_lite.config import ModelConfig, TrainingConfig
 from gpt_oss_lite.config.recipe import dump_recipe, load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
+from gpt_oss_lite.training.checkpoint import CheckpointManager
 from gpt_oss_lite.training.dataset import PretrainDataset, check_corpus
 from gpt_oss_lite.training.optimizer import make_optimizer, make_scheduler
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
 from shared_data.errors import UserError
-from shared_data.files import sha256_file
 from shared_data.yaml_files import parse_yaml
 
 CASE_LIMIT_S = 20
@@ -213,7 +213,7 @@ class Fuzz:
         path.write_bytes(damaged(draw, path.read_bytes()))
         forged = path.suffix != ".json" and draw(st.integers(0, 2)) == 0
         if forged:
-            self._forge(folder, path)
+            forge(folder, path.name)
         model, optimizer, scheduler = self.live(1)
         manager = CheckpointManager(folder)
         try:
@@ -229,13 +229,6 @@ class Fuzz:
         assert all(torch.equal(tensor, self.weights[name]) for name, tensor in model.state_dict().items())
         loaded = optimizer.state_dict()["state"]
         assert all(torch.equal(loaded[i][key], self.moments[i][key]) for i in self.moments for key in self.moments[i])
-
-    def _forge(self, folder: Path, path: Path) -> None:
-        """Make the hashes those of the damaged file, as an attacker would."""
-        meta = json.loads((folder / "meta_step_2.json").read_text())
-        meta["files"][path.name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
-        del meta["meta_sha256"]
-        (folder / "meta_step_2.json").write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
 
     def run(self, name: str, n_cases: int, seed: int, shrink: bool = True) -> None:
         """Try a property on so many cases; raises on the first that breaks it, as small as hypothesis can make it."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from forging import forge, reseal
 from safetensors import safe_open
 
 from gpt_oss_lite.config import ModelConfig, TrainingConfig
@@ -261,11 +262,7 @@ def test_a_pickle_in_place_of_tensors_is_not_executed(tmp_path):
     manager, (model, optimizer, _) = save(tmp_path)
     path = tmp_path / "optim_step_2.pt"
     torch.save(Payload(), path)
-    meta = json.loads((tmp_path / "meta_step_2.json").read_text())
-    meta["files"][path.name] = {"size": path.stat().st_size, "sha256": checkpoint.sha256_file(path)}
-    del meta["meta_sha256"]
-    meta["meta_sha256"] = checkpoint.digest_of(meta)
-    (tmp_path / "meta_step_2.json").write_text(json.dumps(meta))
+    forge(tmp_path, path.name)
     with pytest.raises(DamagedCheckpoint, match=r"optim_step_2\.pt does not hold tensors"):
         manager.load(model, 2, optimizer)
     assert not (tmp_path / "executed").exists()
@@ -276,7 +273,5 @@ def test_meta_cannot_name_files_outside_the_folder(tmp_path):
     shutil.copy(tmp_path / "a" / "rng_step_2.pt", tmp_path / "rng.pt")
     meta = json.loads((tmp_path / "a" / "meta_step_2.json").read_text())
     meta["files"]["../rng.pt"] = meta["files"].pop("rng_step_2.pt")
-    del meta["meta_sha256"]
-    meta["meta_sha256"] = checkpoint.digest_of(meta)
-    (tmp_path / "a" / "meta_step_2.json").write_text(json.dumps(meta))
+    reseal(tmp_path / "a" / "meta_step_2.json", meta)
     assert manager.list_checkpoints() == []

@@ -11,11 +11,12 @@ import zipfile
 import pytest
 import tiny_run
 import torch
+from forging import forge, reseal
 from test_checkpoint import CONFIG, save
 
 from gpt_oss_lite.config.recipe import load_recipe
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
+from gpt_oss_lite.training.checkpoint import CheckpointManager
 from gpt_oss_lite.training.dataset import PretrainDataset
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.memory import meta_model
@@ -23,7 +24,7 @@ from gpt_oss_lite.training.run_folder import read_record
 from gpt_oss_lite.training.snapshot import DamagedCheckpoint
 from gpt_oss_lite.training.weights import check_weights_fit, load_model
 from shared_data.errors import UserError
-from shared_data.files import sha256_file, write_atomic
+from shared_data.files import write_atomic
 from shared_data.manifest import read_sidecar
 
 
@@ -43,19 +44,6 @@ class Payload:
 
     def __reduce__(self):
         return (open, (str(self.trace), "w"))
-
-
-def forge(folder, name, step=2):
-    """Make meta's hashes those of a file that was replaced."""
-    path, meta_path = folder / name, folder / f"meta_step_{step}.json"
-    meta = json.loads(meta_path.read_text())
-    meta["files"][name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    reseal(meta_path, meta)
-
-
-def reseal(path, meta):
-    meta.pop("meta_sha256")
-    path.write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
 
 
 def zipped_payload(trace):

@@ -31,12 +31,6 @@ def start(*words, env=ENVIRONMENT):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=tiny_run.ROOT)
 
 
-def free_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
-
-
 def listens(port):
     with socket.socket() as place:
         return place.connect_ex(("127.0.0.1", port)) == 0
@@ -119,7 +113,7 @@ def test_where_the_host_of_the_ranks_store_stands_still_all_ranks_end(tmp_path, 
     recipe = tiny_run.write_recipe(
         tmp_path / "tiny.yaml", corpus, total_steps=5000, distributed_timeout_s=10, save_interval=5, log_interval=1000
     )
-    run, port, hosts = tmp_path / "run", free_port(), []
+    run, port, hosts = tmp_path / "run", ranks_on_one_gpu.free_port(), []
     environment = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     if host == "launcher":
         words = [sys.executable, "-c", HOST_A_STORE]
@@ -170,7 +164,7 @@ def test_a_node_is_lost_and_another_comes_and_the_job_goes_on_with_what_is_there
         tmp_path / "tiny.yaml", corpus, total_steps=100_000, save_interval=25, keep_last_n=1000, parallelism="fsdp",
         distributed_timeout_s=TIMEOUT_S,
     )  # fmt: skip
-    run, port = tmp_path / "run", free_port()
+    run, port = tmp_path / "run", ranks_on_one_gpu.free_port()
     words = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job",
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=2",

@@ -7,20 +7,20 @@ import pytest
 import ranks
 import tiny_run
 import torch
+from forging import forge, reseal
 from killed_consolidation import killed_copies
 from ranks import Job
 from safetensors.torch import load_file
 
 from gpt_oss_lite.config import ModelConfig
 from gpt_oss_lite.model.transformer import GPTOSS
-from gpt_oss_lite.training.checkpoint import CheckpointManager, digest_of
+from gpt_oss_lite.training.checkpoint import CheckpointManager
 from gpt_oss_lite.training.checkpoint_commands import app
 from gpt_oss_lite.training.leftovers import remove_leftovers
 from gpt_oss_lite.training.pretrain import PretrainOptions, pretrain
 from gpt_oss_lite.training.weights import load_model
 from shared_data.console import run_app
 from shared_data.errors import UserError
-from shared_data.files import sha256_file
 
 STEP = 2
 
@@ -173,7 +173,6 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, tmp_path, capsys, name):
     copy = shutil.copytree(runs[0], tmp_path / "copy")
-    meta_path = copy / "checkpoints" / f"meta_step_{STEP}.json"
     shard = next((copy / "checkpoints" / f"shards_step_{STEP}").glob("shard-00002-*"))
     content = shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -181,10 +180,7 @@ def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, 
     FORGED[name](header)
     forged = json.dumps(header).encode()
     shard.write_bytes(len(forged).to_bytes(8, "little") + forged + content[8 + length :])
-    meta = json.loads(meta_path.read_text())
-    digest = {"size": shard.stat().st_size, "sha256": sha256_file(shard)}
-    meta["files"][f"{shard.parent.name}/{shard.name}"] = digest
-    reseal(meta_path, meta)
+    forge(copy / "checkpoints", f"{shard.parent.name}/{shard.name}", STEP)
     with pytest.raises(UserError, match=rf"shards_step_{STEP}"):
         load_model(copy, STEP)
     capsys.readouterr()
@@ -193,11 +189,6 @@ def test_shards_that_do_not_make_up_whole_tensors_are_refused_in_one_line(runs, 
         (line,) = capsys.readouterr().err.splitlines()
         assert f"shards_step_{STEP}" in line
     assert next((copy / "checkpoints" / f"shards_step_{STEP}").glob("shard-00001-*")).exists()
-
-
-def reseal(path, meta):
-    meta.pop("meta_sha256")
-    path.write_text(json.dumps({**meta, "meta_sha256": digest_of(meta)}))
 
 
 def test_shards_of_another_model_are_refused_by_the_first_tensor_that_differs(runs):
