@@ -91,6 +91,10 @@ NOT_RUN: dict[str, str] = {
     "line above and an environment with datatrove",
     f"{_TORCHRUN} 4 training/pretrain.py --config configs/pretrain_a100_502m.yaml --auto-resume": _RANKS,
     f"{_TORCHRUN} 8 -m gpt_oss_lite pretrain --config configs/pretrain_24gb_502m.yaml": _RANKS,
+    f"{_TORCHRUN} 8 training/pretrain.py --config configs/pretrain_1_5b.yaml --set training.parallelism=fsdp "
+    "--auto-resume": _RANKS,
+    f"{_TORCHRUN} 8 training/pretrain.py --config configs/pretrain_1_5b.yaml --set training.expert_parallel_size=8 "
+    "--auto-resume": _RANKS,
     "python scripts/bench_scaling.py --ranks 2 --at-least 1.93": "wants two GPUs; test_scripts.py runs it on the CPU",
     "torchrun --standalone --nproc-per-node 8 --max-restarts 3 training/pretrain.py --config configs/pretrain_1_5b.yaml"
     " --out runs/1_5b --seed 0 --auto-resume": "wants eight GPUs; test_scaling_page.py parses it",
